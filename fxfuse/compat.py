@@ -1,0 +1,361 @@
+"""The only file that touches private torch APIs: one function each, checked on torch 2.11.0, 2.13.0 and 2.14.1.
+
+Imports are local: importing fxfuse loads neither ``torch._dynamo`` nor ``torch._inductor``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule
+
+REGISTRY = "torch._dynamo.backends.registry"
+
+#: Every private name used below, for ``probe``.
+PRIVATE_NAMES: dict[str, str] = {
+    "compile_fx": "torch._inductor.compile_fx:compile_fx",
+    "compile_fx_inner": "torch._inductor.compile_fx:compile_fx_inner",
+    "decompositions": "torch._inductor.decomposition:select_decomp_table",
+    "dynamo_exceptions": "torch._dynamo.exc:TorchDynamoException",
+    "graph_pass": "torch._inductor.custom_graph_pass:CustomGraphPass",
+    "inductor_config": "torch._inductor.config:joint_custom_pre_pass",
+    "mode_options": "torch._inductor:list_mode_options",
+    "stable_topological_sort": "torch._inductor.pattern_matcher:stable_topological_sort",
+    "functorch_config": "torch._functorch.config:enable_autograd_cache",
+    "functionalize": "torch._subclasses.functional_tensor:dispatch_functionalize",
+    "proxy_mode": "torch.fx.experimental.proxy_tensor:get_proxy_mode",
+    "fake_mode": "torch._subclasses.fake_tensor:FakeTensorMode",
+    "tracing_context": "torch._guards:TracingContext",
+    "tracing": "torch._guards:tracing",
+    "config_module": "torch.utils._config_module:install_config_module",
+    "structured_trace": "torch._logging:trace_structured",
+    "backend_registry": f"{REGISTRY}:_BACKENDS",
+    "disable_autocast": "torch._C:_DisableAutocast",
+    "cudagraph_reset": "torch._inductor.cudagraph_trees:reset_cudagraph_trees",
+    "no_dispatch_modes": "torch.utils._python_dispatch:_disable_current_modes",
+}
+
+
+def probe() -> dict[str, bool]:
+    """Which private torch names exist here."""
+
+    def present(where: str) -> bool:
+        module, _, attribute = where.partition(":")
+        try:
+            return hasattr(importlib.import_module(module), attribute)
+        except ImportError:
+            return False
+
+    return {name: present(where) for name, where in PRIVATE_NAMES.items()}
+
+
+def announce_backend(name: str, entry_point: Any) -> None:
+    """Make ``name`` known to a Dynamo that has already looked for entry points (before that, entry points suffice)."""
+    registry = sys.modules.get(REGISTRY)
+    if registry is not None:
+        registry._BACKENDS.setdefault(name, entry_point)
+
+
+# ------------------------------------------------------------------------------------------------ compiling
+
+
+def compile_fx(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    inner_compile: Callable[..., Any],
+    config_patches: dict[str, Any],
+    decompositions: dict[Any, Callable[..., Any]],
+) -> Callable[..., Any]:
+    """Inductor's entry. It takes ownership of ``gm``."""
+    from torch._functorch import config as functorch_config
+    from torch._inductor.compile_fx import compile_fx
+
+    # A hit in AOTAutograd's cache would skip our pass, and with it the report.
+    with functorch_config.patch(enable_autograd_cache=False):
+        return compile_fx(
+            gm, example_inputs, inner_compile=inner_compile, config_patches=config_patches, decompositions=decompositions
+        )
+
+
+def compile_fx_inner(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
+    """Inductor's compiler of one forward or backward graph.
+
+    By now no deferred operator is left, so the cache key may name the stock table; our own does not pickle.
+    """
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+
+    if "get_decomp_fn" in kwargs:
+        kwargs["get_decomp_fn"] = select_decomp_table
+    return compile_fx_inner(gm, example_inputs, **kwargs)
+
+
+def is_control_flow(error: BaseException) -> bool:
+    """Whether an exception is Dynamo steering itself (restart, skip this frame) and must pass."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return isinstance(error, TorchDynamoException)
+
+
+def boxed(function: Callable[..., Any]) -> Callable[[list[Any]], Any]:
+    """``function(*args)`` under Inductor's calling convention: one list, emptied by the callee."""
+
+    def call(args: list[Any]) -> Any:
+        values = tuple(args)
+        args.clear()
+        return function(*values)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """Inductor's decomposition table for the current configuration."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return dict(select_decomp_table())
+
+
+def graph_pass(function: Callable[[Graph], None], uuid: Any) -> Any:
+    """A graph pass whose identity is part of Inductor's cache keys."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class Pass(CustomGraphPass):
+        def __call__(self, graph: Graph) -> None:
+            function(graph)
+
+        def uuid(self) -> Any:
+            return uuid
+
+    return Pass()
+
+
+def inductor_passes(value: Any) -> tuple[Any, ...]:
+    """A pass configuration value (None, one pass, several) as a tuple."""
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+
+
+def inductor_setting(name: str) -> Any:
+    """The current value of one Inductor configuration key."""
+    from torch._inductor import config
+
+    return getattr(config, name)
+
+
+def inductor_settings() -> Mapping[str, Any]:
+    """Every Inductor configuration key with its current value."""
+    from torch._inductor import config
+
+    return config.get_config_copy() if hasattr(config, "get_config_copy") else config.shallow_copy_dict()
+
+
+def mode_options(mode: str) -> dict[str, Any]:
+    """Inductor's configuration for a ``mode=`` of torch.compile."""
+    from torch._inductor import list_mode_options
+
+    return dict(list_mode_options(mode))
+
+
+def mode_names() -> list[str]:
+    """Every ``mode=`` that torch.compile knows."""
+    from torch._inductor import list_mode_options
+
+    return ["default", *list_mode_options()]
+
+
+def reset_cudagraphs() -> None:
+    """Drop recorded CUDA graphs, as torch.compiler.reset does for Inductor."""
+    module = sys.modules.get("torch._inductor.cudagraph_trees")
+    if module is not None:
+        module.reset_cudagraph_trees()
+
+
+def sort_graph(graph: Graph) -> None:
+    """Stable topological sort."""
+    from torch._inductor.pattern_matcher import stable_topological_sort
+
+    stable_topological_sort(graph)
+
+
+# ------------------------------------------------------------------------------------------------ tracing
+
+
+def fake_mode_of(values: Sequence[Any]) -> Any:
+    """The fake mode of the first fake tensor among ``values``, or None."""
+    return next((v.fake_mode for v in values if hasattr(v, "fake_mode")), None)
+
+
+def new_fake_mode() -> Any:
+    """A fake mode without symbolic shapes."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
+
+
+class ShapeGuardError(RuntimeError):
+    """A trace specialised a symbolic size."""
+
+
+def trace(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    table: Mapping[Any, Callable[..., Any]],
+    *,
+    forbid_guards: bool,
+    on_traced: Callable[[Graph], None] | None = None,
+) -> Graph:
+    """The functional aten graph of ``function`` on fake ``args``, with no ambient autocast, grad or inference mode.
+
+    Shape guards are dropped, or with ``forbid_guards`` a ShapeGuardError. ``on_traced`` sees the graph before dead code goes.
+    """
+    from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    mode = fake_mode_of(args) or new_fake_mode()
+    env = mode.shape_env
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch._C._DisableAutocast())
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(_quiet_tracing_context(mode))
+        if env is not None and not forbid_guards:
+            stack.enter_context(env.suppress_guards())
+        if env is not None and forbid_guards:
+            stack.enter_context(no_new_guards(mode))
+        stack.enter_context(mode)
+        traced = make_fx(
+            dispatch_functionalize(function, FunctionalTensorMode()),
+            decomposition_table=dict(table),
+            _allow_non_fake_inputs=True,
+        )(*args)
+    if on_traced is not None:
+        on_traced(traced.graph)
+    traced.graph.eliminate_dead_code()
+    return traced.graph
+
+
+def traced_so_far() -> int:
+    """How many nodes the trace in progress has."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    mode = get_proxy_mode()
+    return len(mode.tracer.graph.nodes) if mode is not None else 0
+
+
+@contextlib.contextmanager
+def no_new_guards(mode: Any) -> Iterator[None]:
+    """Raise ShapeGuardError if the body specialises a symbolic size, and take the guard back."""
+    env = mode.shape_env if mode is not None else None
+    if env is None:
+        yield
+        return
+    known = len(env.guards)
+    kept = {name: dict(getattr(env, name)) for name in ("replacements", "axioms", "var_to_range") if hasattr(env, name)}
+    yield
+    if len(env.guards) != known:
+        text = str(env.guards[known].expr)
+        del env.guards[known:]
+        for name, content in kept.items():
+            getattr(env, name).clear()
+            getattr(env, name).update(content)
+        raise ShapeGuardError(text)
+
+
+@contextlib.contextmanager
+def _quiet_tracing_context(mode: Any) -> Iterator[None]:
+    """Keep a trace inside a pass from touching the compile in progress."""
+    from torch._guards import TracingContext, tracing
+
+    with tracing(TracingContext(mode)):
+        yield
+
+
+@contextlib.contextmanager
+def late_tracing(context: Any) -> Iterator[None]:
+    """Stand in for Dynamo's tracing context when a plan is built after Dynamo has finished."""
+    from torch._guards import TracingContext, tracing
+
+    fresh = TracingContext(context.fake_mode)
+    for name in (
+        "params_flat",
+        "params_flat_unwrap_subclasses",
+        "params_unwrapped_to_flat_index",
+        "tensor_to_context",
+        "force_unspec_int_unbacked_size_like",
+        "hop_dispatch_set_cache",
+        "module_context",
+    ):
+        if hasattr(context, name):
+            setattr(fresh, name, getattr(context, name))
+    with tracing(fresh):
+        yield
+
+
+def tracing_context() -> Any:
+    """Dynamo's tracing context, or None outside a compile."""
+    from torch._guards import TracingContext
+
+    return TracingContext.try_get()
+
+
+@contextlib.contextmanager
+def without_dispatch_modes() -> Iterator[None]:
+    """Run real tensors in the middle of a trace."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():
+        yield
+
+
+def known_true(condition: Any) -> bool:
+    """Whether ``condition`` holds for every size, adding no guard."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return bool(statically_known_true(condition))
+
+
+def shape_guards(mode: Any) -> int:
+    """How many shape guards the mode's environment holds."""
+    return len(mode.shape_env.guards) if mode is not None and mode.shape_env is not None else 0
+
+
+def new_guard_check(mode: Any, known: int, placeholders: Sequence[Any]) -> Callable[[Sequence[Any]], bool] | None:
+    """A check of the guards added since there were ``known``, for a plan that was built after Dynamo froze its own."""
+    env = mode.shape_env if mode is not None else None
+    if env is None or len(env.guards) == known:
+        return None
+    code = env.produce_guards_expression(list(placeholders), guards=env.guards[known:])
+    if code is None:
+        return None
+    return lambda args: bool(env.evaluate_guards_expression(code, list(args)))
+
+
+# ------------------------------------------------------------------------------------------------ the rest
+
+
+def install_config_module(module: Any) -> None:
+    """Turn a module of annotated settings into a configuration module with ``patch`` and environment twins."""
+    from torch.utils._config_module import install_config_module
+
+    install_config_module(module)
+
+
+def config_entry(default: Any, env_name: str) -> Any:
+    """One setting with an environment twin."""
+    from torch.utils._config_module import Config
+
+    return Config(default=default, env_name_default=env_name)
+
+
+def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:
+    """An artifact for TORCH_TRACE (tlparse); ``payload`` runs only when tracing is on."""
+    from torch._logging import trace_structured
+
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": encoding}, payload_fn=payload)

@@ -1,0 +1,112 @@
+"""Deferred decompositions: operators that stay whole until fusions have been looked for, then expand as Inductor expands them.
+
+With nothing fused the expanded graph is Inductor's own, node for node.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
+
+from . import compat
+from .pattern import Decompositions, TraceCache
+from .values import metadata, value
+
+aten = torch.ops.aten
+DEFERRED_NAMES = (
+    "gelu",
+    "gelu_backward",
+    "silu",
+    "silu_backward",
+    "native_layer_norm",
+    "native_layer_norm_backward",
+    "sigmoid_backward",
+    "tanh_backward",
+    "threshold_backward",
+)
+DEFERRED = frozenset(getattr(aten, name).default for name in DEFERRED_NAMES if hasattr(aten, name))
+TAGS = (
+    "fxfuse_region",
+    "partitioner_tag",
+    "recompute",
+    "ac_graph_id",
+    "stack_trace",
+    "nn_module_stack",
+    "fwd_nn_module_stack",
+    "seq_nr",
+    "custom",
+)
+
+
+def capture_table() -> dict[Any, Callable[..., Any]]:
+    """The decompositions to capture with: Inductor's without the deferred ones."""
+    return {op: how for op, how in compat.decompositions().items() if op not in DEFERRED}
+
+
+def expand_deferred(graph: Graph, traces: TraceCache) -> None:
+    """Replace every deferred operator that was not fused, as Inductor would have."""
+    table = compat.decompositions()
+    for node in [n for n in graph.nodes if n.op == "call_function" and n.target in DEFERRED]:
+        expand(graph, node, table, traces, "deferred")
+
+
+def expand(graph: Graph, node: Node, table: Decompositions, traces: TraceCache, form: str) -> None:
+    """Replace a call by its decomposition in ``table``; ``form`` names the table, for the cache of traces."""
+    flat, spec = pytree.tree_flatten((node.args, dict(node.kwargs)))
+    holes = [i for i, a in enumerate(flat) if isinstance(a, Node)]
+    operands = [flat[i] for i in holes]
+    metas = [value(n) for n in operands]
+
+    def call(*values: Any) -> Any:
+        filled = list(flat)
+        for i, v in zip(holes, values, strict=True):
+            filled[i] = v
+        args, kwargs = pytree.tree_unflatten(filled, spec)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    constants = tuple(repr(a) for i, a in enumerate(flat) if i not in holes)
+    key = (form, str(node.target), constants, tuple(holes), str(spec))
+    tensors = [m for m in metas if isinstance(m, torch.Tensor)]
+    if len(tensors) == len(metas):
+        traced = traces.get(key, metas, lambda: compat.trace(call, metas, table, forbid_guards=False))
+    else:
+        traced = compat.trace(call, metas, table, forbid_guards=False)
+    _replace_by_graph(graph, node, traced, operands)
+
+
+def _replace_by_graph(graph: Graph, node: Node, traced: Graph, operands: list[Node]) -> None:
+    mode = compat.fake_mode_of([value(n) for n in operands])
+    env: dict[Node, Any] = dict(zip([n for n in traced.nodes if n.op == "placeholder"], operands, strict=True))
+    tags = {k: node.meta[k] for k in TAGS if k in node.meta}
+    result: Any = None
+    with graph.inserting_before(node):
+        for step in traced.nodes:
+            if step.op == "output":
+                result = map_arg(step.args[0], env.__getitem__)
+            elif step.op != "placeholder":
+                copy = graph.node_copy(step, env.__getitem__)
+                copy.meta = {**copy.meta, **tags, "val": _in_mode(step.meta["val"], mode)}
+                env[step] = copy
+    if isinstance(result, Node):
+        node.replace_all_uses_with(result)
+    else:
+        for user in list(node.users):
+            assert user.target is operator.getitem
+            user.replace_all_uses_with(result[user.args[1]])
+            graph.erase_node(user)
+    graph.erase_node(node)
+
+
+def _in_mode(v: Any, mode: Any) -> Any:
+    if isinstance(v, (tuple, list)):
+        return type(v)(_in_mode(x, mode) for x in v)
+    if metadata(v) is None or mode is None or v.fake_mode is mode:
+        return v
+    with mode:
+        return torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device)

@@ -1,0 +1,371 @@
+"""Prove that a guess is a match.
+
+The pattern is traced with the guessed inputs' own metadata and its graph is evaluated in the model's value table: the root
+must have the same class, and of the gradients each must be found or be wholly absent. Then the region on the model's side is
+cut out and checked: nothing outside may need what the replacement does not offer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from torch.fx import Node
+
+from . import compat
+from .fusion import Fusion, Match
+from .pattern import Traced, contributions, same_shape_and_dtype, trace_forward, trace_joint
+from .region import (
+    CHEAP,
+    Context,
+    Refusal,
+    Region,
+    cycle,
+    extra_places,
+    is_backward,
+    layout_source,
+    mutation_between,
+    slice_back,
+    survivors,
+    without_users,
+)
+from .source import source_line
+from .spellings import LAYOUT_ONLY, evaluate
+from .values import Table, is_tensor, value
+
+MAX_COTANGENTS = 32
+"""How many backward values are tried as the cotangent of one region."""
+Classes = list["int | None"]
+
+
+@dataclasses.dataclass
+class Guess:
+    """A root and what may fill the holes there."""
+
+    fusion: Fusion
+    root: Node
+    classes: Classes
+    scalars: tuple[float, ...]
+    inputs: list[Node | None] = dataclasses.field(default_factory=list)
+
+    @property
+    def metas(self) -> list[Any]:
+        """The fake values of the inputs."""
+        return [None if n is None else value(n) for n in self.inputs]
+
+    @property
+    def given(self) -> set[int]:
+        """The input classes."""
+        return {c for c in self.classes if c is not None}
+
+
+def prove(context: Context, guess: Guess) -> Region | Refusal:
+    """The region at ``guess.root``, or why there is none."""
+    table, fusion, root = context.table, guess.fusion, guess.root
+    bound = _bind(context, guess)
+    if bound is not None:
+        return bound
+    if table.class_of[root] in guess.given:
+        return Refusal("it would only copy an input", root)
+    forward = _prove_forward(context, guess)
+    if isinstance(forward, Refusal):
+        return forward
+    outputs = forward
+    refused = _ask(context, guess)
+    if refused is not None:
+        return refused
+    region = _cut_forward(context, guess, outputs)
+    if isinstance(region, Refusal):
+        return region
+    if fusion.side == "joint" and context.has_backward:
+        refused = _cut_backward(context, guess, region)
+        if refused is not None:
+            return refused
+    return _check_liveness(context, guess, region, outputs) or region
+
+
+# ------------------------------------------------------------------------------------------------ inputs
+
+
+def _bind(context: Context, guess: Guess) -> Refusal | None:
+    """Choose a node for each input class: the earliest one, so that it exists where the replacement will stand."""
+    table, backward_too = context.table, guess.fusion.side == "backward"
+    for hole, c in zip(guess.fusion.tensor_holes, guess.classes, strict=True):
+        if c is None:
+            guess.inputs.append(None)
+            continue
+        nodes = [n for n in table.members.get(c, ()) if (backward_too or not is_backward(n)) and n < guess.root]
+        if not nodes:
+            return Refusal(f"input {hole.name} exists only in another layout: {table.head(c)}", guess.root)
+        guess.inputs.append(min(nodes))
+    return None
+
+
+def _differentiable(guess: Guess) -> list[bool]:
+    return [m is not None and m.dtype.is_floating_point for m in guess.metas]
+
+
+def evaluate_traced(traced: Traced, table: Table, classes: Sequence[int | None], tangent: int | None = None) -> dict[Node, int]:
+    """The class of every node of a traced pattern in the model's table."""
+    env: dict[Node, int] = {p: c for p, c in zip(traced.inputs, classes, strict=True) if p is not None and c is not None}
+    if traced.tangent is not None and tangent is not None:
+        env[traced.tangent] = tangent
+    for node in traced.graph.nodes:
+        if node.op == "call_function":
+            env[node] = evaluate(table, node, env.__getitem__)
+    return env
+
+
+# ------------------------------------------------------------------------------------------------ forward
+
+
+def _prove_forward(context: Context, guess: Guess) -> list[int] | Refusal:
+    """The classes of the pattern's outputs; output 0 is the root's."""
+    wanted = context.table.class_of[guess.root]
+    flags = _differentiable(guess)
+    none = [False] * len(flags)
+    difference = Refusal("the pattern does not run on these inputs", guess.root)
+    for requires_grad in [none, flags] if any(flags) else [none]:
+        try:
+            traced = _traced_forward(context, guess, requires_grad)
+        except Exception as error:  # a wrong guess may not even run
+            reason = f"the pattern does not run on these inputs: {type(error).__name__}: {str(error).strip().splitlines()[:1]}"
+            return Refusal(reason, guess.root)
+        env = evaluate_traced(traced, context.table, guess.classes)
+        if env[traced.outputs[0]] == wanted:
+            if not same_shape_and_dtype(value(traced.outputs[0]), value(guess.root)):
+                return Refusal("the output has another shape or dtype", guess.root)
+            return [env[o] for o in traced.outputs]
+        difference = Refusal(_difference(traced, env, context.table), guess.root)
+    return difference
+
+
+def _traced_forward(context: Context, guess: Guess, requires_grad: Sequence[bool]) -> Traced:
+    fusion, metas = guess.fusion, guess.metas
+    return context.traces.get(
+        (fusion.id, "pattern", tuple(requires_grad), guess.scalars),
+        metas,
+        lambda: trace_forward(
+            lambda *t: fusion.call_pattern(t, guess.scalars), metas, context.decompositions, requires_grad=requires_grad
+        ),
+    )
+
+
+def _difference(traced: Traced, env: dict[Node, int], table: Table) -> str:
+    for node in traced.graph.nodes:
+        if node.op == "call_function" and is_tensor(node) and not table.members.get(env[node]) and node.target not in LAYOUT_ONLY:
+            return f"forward differs at {node.name}"
+    return "forward differs"
+
+
+def _ask(context: Context, guess: Guess) -> Refusal | None:
+    """The fusion's own check; it may not specialise sizes."""
+    names = [h.name for h in guess.fusion.tensor_holes]
+    scalars = dict(zip([h.name for h in guess.fusion.holes if h.scalar], guess.scalars, strict=True))
+    holes = {**dict(zip(names, guess.metas, strict=True)), **scalars}
+    match = Match(holes, value(guess.root), context.recipe, source_line(guess.root))
+    mode = compat.fake_mode_of([value(guess.root)])
+    try:
+        with compat.no_new_guards(mode):
+            reason = guess.fusion.allows(match)
+    except compat.ShapeGuardError as error:
+        reason = f"its check depends on a size that is not known when it is compiled: {error}"
+    return Refusal(reason, guess.root) if reason else None
+
+
+def _cut_forward(context: Context, guess: Guess, outputs: list[int]) -> Region | Refusal:
+    """The forward region: everything between the outputs and the inputs."""
+    table, fusion, root, given = context.table, guess.fusion, guess.root, guess.given
+    backward_fusion = fusion.side == "backward"
+    required = len(outputs) - fusion.extra
+    nodes: list[list[Node]] = [[root]]
+    for k in range(1, required):
+        held = [
+            n
+            for n in table.members.get(outputs[k], ())
+            if n not in context.consumed and n.op == "call_function" and is_backward(n) == backward_fusion
+        ]
+        if not held:
+            return Refusal(f"output {k} is not computed by the model", root)
+        nodes.append(held)
+
+    def outside(node: Node) -> bool:
+        return table.class_of.get(node) in given or (backward_fusion and not is_backward(node))
+
+    roots = [n for held in nodes for n in held]
+    inside, boundary = slice_back(roots, outside)
+    stray = [n for n in boundary if is_tensor(n) and not outside(n)]
+    if stray:
+        return Refusal(f"it reaches {stray[0].name}, which is not an input", stray[0])
+    region = Region(fusion, root, guess.inputs, guess.scalars, nodes, inside, set())
+    regions = {n.meta.get("ac_graph_id") for n in inside if is_tensor(n) and not layout_source(n, given, table)}
+    if len(regions) > 1:
+        return Refusal("it crosses activation-checkpoint regions", root)
+    mutation = mutation_between(inside, root)
+    if mutation is not None:
+        return Refusal(f"a mutation lies in between: {mutation.name}", mutation)
+    looped = cycle(guess.inputs, roots, inside) if len(roots) > 1 else None
+    return Refusal("an input depends on an output", looped) if looped is not None else region
+
+
+# ------------------------------------------------------------------------------------------------ backward
+
+
+def _cut_backward(context: Context, guess: Guess, region: Region) -> Refusal | None:
+    """Find the cotangent and the gradients that autograd derived; leaves the region as it is where there are none."""
+    found = _find_cotangent(context, guess, region)
+    if found is None:
+        return None
+    tangent, mask, traced, env = found
+    region.tangent, region.mask = tangent, mask
+    table, given = context.table, guess.given
+    used: set[Node] = set()
+    for gradient in traced.grads:
+        row: list[Node] = []
+        for term in contributions(gradient, traced.depends):
+            node = _contribution(context, region, env[term], used, given)
+            if node is None:
+                return Refusal("a gradient was already replaced", guess.root)
+            used.add(node)
+            row.append(node)
+        region.gradients.append(row)
+    tangent_class = table.class_of[tangent]
+
+    def outside(node: Node) -> bool:
+        return node is tangent or table.class_of.get(node) == tangent_class or table.class_of.get(node) in given or node in region.forward
+
+    region.backward, boundary = slice_back(used, outside)
+    stray = [n for n in boundary if is_tensor(n) and not outside(n)]
+    return Refusal(f"its backward reaches {stray[0].name}", stray[0]) if stray else None
+
+
+def _contribution(context: Context, region: Region, c: int, used: set[Node], given: set[int]) -> Node | None:
+    """The node that holds one term of a gradient: unused, last of a chain of equal values, connected to this region."""
+    table, tangent = context.table, region.tangent
+    nodes = [
+        n
+        for n in table.members.get(c, ())
+        if n not in used and n not in context.consumed and is_backward(n) and n.op == "call_function"
+    ]
+    nodes = [n for n in nodes if not any(table.class_of.get(u) == c for u in n.users)] or nodes
+    if len(nodes) > 1:
+        # One value computed twice in a row (a 1-D bias: view(sum(view(g))) is g itself): the later one is the gradient.
+        def earlier(n: Node) -> bool:
+            return any(m is not n and n in slice_back([m], lambda x: not is_backward(x) or x is tangent)[0] for m in nodes)
+
+        nodes = [n for n in nodes if not earlier(n)] or nodes
+
+        def elsewhere(n: Node) -> bool:
+            _, boundary = slice_back([n], lambda x: x is tangent or not is_backward(x) or table.class_of.get(x) in given)
+            return not any(b in region.forward for b in boundary)
+
+        nodes.sort(key=elsewhere)
+    return nodes[0] if nodes else None
+
+
+def _find_cotangent(
+    context: Context, guess: Guess, region: Region
+) -> tuple[Node, tuple[bool, ...], Traced, dict[Node, int]] | None:
+    """The backward value that is the gradient of the root, by proof: retraced with it, the gradients are in the table."""
+    table = context.table
+    tried: set[int] = set()
+    for node in _cotangent_candidates(context, region):
+        c = table.class_of.get(node)
+        if c is None or c in tried:
+            continue
+        tried.add(c)
+        mask = tuple(_differentiable(guess))
+        for _ in range(2):
+            if not any(mask):
+                break
+            traced = _traced_joint(context, guess, mask, node)
+            env = evaluate_traced(traced, table, guess.classes, c)
+            if env[traced.outputs[0]] != table.class_of[guess.root]:
+                break
+            found = tuple(_is_present(context, traced, env, g) for g in traced.grads)
+            if found == mask:
+                return node, mask, traced, env
+            mask = found
+    return None
+
+
+def _is_present(context: Context, traced: Traced, env: dict[Node, int], gradient: Node | None) -> bool:
+    if gradient is None:
+        return False
+    return all(
+        any(is_backward(n) and n not in context.consumed for n in context.table.members.get(env[term], ()))
+        for term in contributions(gradient, traced.depends)
+    )
+
+
+def _traced_joint(context: Context, guess: Guess, mask: tuple[bool, ...], tangent: Node) -> Traced:
+    fusion, metas = guess.fusion, guess.metas
+    return context.traces.get(
+        (fusion.id, "joint", mask, guess.scalars),
+        [*metas, value(tangent)],
+        lambda: trace_joint(lambda *t: fusion.call_pattern(t, guess.scalars), metas, mask, value(tangent), context.decompositions),
+    )
+
+
+def _cotangent_candidates(context: Context, region: Region) -> list[Node]:
+    """Backward values shaped like the root: first those that autograd's numbering points at, then the nearest ones."""
+    shape = value(region.root)
+
+    def fits(node: Node) -> bool:
+        return is_backward(node) and is_tensor(node) and not node._erased and same_shape_and_dtype(value(node), shape)
+
+    found: dict[Node, None] = {}
+    for number in {n.meta.get("seq_nr") for n in region.forward if is_tensor(n)}:
+        for user in context.backward_by_sequence.get(number, ()):
+            if not user._erased:
+                found.update(dict.fromkeys(a for a in user.all_input_nodes if fits(a)))
+    pending = [u for n in region.forward for u in n.users if is_backward(u)]
+    seen: set[Node] = set()
+    while pending and len(seen) < 200 and len(found) < MAX_COTANGENTS:
+        for node in pending.pop(0).all_input_nodes:
+            if is_backward(node) and node not in seen:
+                seen.add(node)
+                pending.append(node)
+                if fits(node):
+                    found[node] = None
+    return list(found)
+
+
+# ------------------------------------------------------------------------------------------------ liveness
+
+
+def _check_liveness(context: Context, guess: Guess, region: Region, outputs: list[int]) -> Refusal | None:
+    """With outputs, extras and gradients rerouted, nothing of the region may still be needed."""
+    table, given = context.table, guess.given
+    everything = region.forward | region.backward
+    rerouted = set(region.roots) | {n for row in region.gradients for n in row}
+    required = set(outputs[: len(region.outputs)])
+    layouts = {
+        n
+        for n in region.forward
+        if n.target in LAYOUT_ONLY and n not in region.roots and (layout_source(n, given, table) or layout_source(n, required, table))
+    }
+    offered = extra_places(region, outputs, table) if guess.fusion.extra else {}
+    region.gone = without_users(everything, rerouted | set(offered), everything)
+    region.extras = offered
+    left = survivors(region, given, layouts, table)
+    bad = [n for n in left if not (offered and n.target in CHEAP)]
+    if bad:
+        return _escape(max(bad), region)
+
+    def needed(n: Node) -> bool:
+        return any(u not in everything or u in left or (u in layouts and u not in region.gone) for u in n.users)
+
+    region.extras = {n: place for n, place in offered.items() if needed(n)}
+    return None
+
+
+def _escape(node: Node, region: Region) -> Refusal:
+    users = [u for u in node.users if u not in region.gone]
+    user = next((u for u in users if is_backward(u)), users[0])
+    if is_backward(user) and not is_backward(node):
+        return Refusal(f"backward not proven: {node.name} is used by {user.name}", user)
+    return Refusal(f"interior value used outside: {node.name} is used by {user.name}", user)
+
+

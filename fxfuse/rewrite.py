@@ -1,0 +1,250 @@
+"""The driver: for each fusion in order, try every place; splice what is proved, remember what was refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import time
+from collections.abc import Sequence
+
+from torch.fx import Graph, Node
+
+from . import compat, faults
+from .errors import FusionCountError, warn_once
+from .fusion import Fusion
+from .match import MAX_BINDINGS, Finder, Mismatch, Skeleton, skeletons
+from .pattern import Decompositions, TraceCache
+from .prove import Guess, prove
+from .recipe import Recipe
+from .region import DONE, Context, Refusal, Region, is_backward, operator_names
+from .report import Failure, Fused, GraphRecord, Missed
+from .source import layer_path, source_line
+from .spellings import COPIES, number_graph
+from .splice import BrokenGraph, Spliced, splice
+from .values import is_tensor
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rewritten:
+    """What a rewriting did; ``traces`` may serve the expansion of the same graph."""
+
+    record: GraphRecord
+    failures: tuple[Failure, ...]
+    traces: TraceCache
+
+
+@dataclasses.dataclass
+class _Run:
+    context: Context
+    kind: str
+    strict: bool
+    by_head: dict[str, list[Node]]
+    fused: list[Fused] = dataclasses.field(default_factory=list)
+    missed: dict[tuple[str, Node], Missed] = dataclasses.field(default_factory=dict)
+    nearest: dict[str, tuple[Missed, Node]] = dataclasses.field(default_factory=dict)
+    failures: list[Failure] = dataclasses.field(default_factory=list)
+
+
+def rewrite(
+    graph: Graph, fusions: Sequence[Fusion], decompositions: Decompositions, recipe: Recipe, *, strict: bool = False
+) -> Rewritten:
+    """Rewrite a functional aten graph in place.
+
+    Args:
+        graph: an inference graph, or a joint graph whose backward nodes carry the partitioner's tag.
+        fusions: in the order in which they are tried.
+        decompositions: the table that the graph was captured with.
+        recipe: its numerics decide which spellings stand for each other.
+        strict: raise where a fusion fails, instead of leaving the region alone.
+    """
+    started = time.perf_counter()
+    kind, before, nodes = _kind(graph), _code(graph), len(graph.nodes)
+    table = number_graph(graph, recipe.numerics == "strict")
+    context = Context(graph, table, decompositions, recipe)
+    run = _Run(context, kind, strict, _index(context))
+    for fusion in fusions:
+        if fusion.side == "backward" and not context.has_backward:
+            continue
+        _try_fusion(run, fusion)
+    if run.fused:
+        compat.sort_graph(graph)
+        graph.lint()
+    missed = _missed(run)
+    record = GraphRecord(
+        kind, before, _code(graph) if run.fused else before, tuple(run.fused), missed, nodes, time.perf_counter() - started
+    )
+    return Rewritten(record, tuple(run.failures), context.traces)
+
+
+def _kind(graph: Graph) -> str:
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    if any(is_backward(n) for n in graph.nodes):
+        return "joint"
+    return "backward" if any(str(n.target).startswith("tangents") for n in placeholders) else "inference"
+
+
+def _code(graph: Graph) -> str:
+    return graph.python_code("self", verbose=True).src
+
+
+def _index(context: Context) -> dict[str, list[Node]]:
+    """Candidate roots by the operator of their value, last first."""
+    by_head: dict[str, list[Node]] = {}
+    for node in reversed(context.graph.nodes):
+        if node.op == "call_function" and is_tensor(node) and node.target not in COPIES:
+            by_head.setdefault(context.table.head(context.table.class_of[node]), []).append(node)
+    return by_head
+
+
+def _try_fusion(run: _Run, fusion: Fusion) -> None:
+    context = run.context
+    try:
+        forms = skeletons(fusion, context.decompositions, context.table.strict)
+    except Exception as error:
+        _failed(run, fusion, error)
+        return
+    roots: dict[Node, list[Skeleton]] = {}
+    for skeleton in forms:
+        for node in run.by_head.get(skeleton.head, ()):
+            roots.setdefault(node, []).append(skeleton)
+    for node, usable in roots.items():
+        if not _is_free(context, node) or is_backward(node) != (fusion.side == "backward"):
+            continue
+        try:
+            _try_root(run, fusion, node, usable)
+        except BrokenGraph:
+            raise
+        except Exception as error:
+            _failed(run, fusion, error)
+            return
+
+
+def _is_free(context: Context, node: Node) -> bool:
+    return not node._erased and node not in context.consumed and DONE not in node.meta
+
+
+def _failed(run: _Run, fusion: Fusion, error: Exception) -> None:
+    if run.strict:
+        raise error
+    text = f"{type(error).__name__}: {error}".splitlines()[0]
+    run.failures.append(Failure("match", fusion.name, text))
+    log.debug("fusion %s failed", fusion.name, exc_info=error)
+    warn_once(
+        f"fusion {fusion.name!r} ({fusion.source}) failed while matching and was left out: {text}; "
+        "options={'strict': True} raises instead",
+        cause=f"match:{fusion.name}",
+    )
+
+
+def _try_root(run: _Run, fusion: Fusion, root: Node, usable: Sequence[Skeleton]) -> None:
+    faults.point("match")
+    context = run.context
+    best: Mismatch | None = None
+    for skeleton in usable:
+        finder = Finder(skeleton, context.table)
+        refusal: Refusal | None = None
+        for binding in itertools.islice(finder.bindings(context.table.class_of[root]), MAX_BINDINGS):
+            scalars = tuple(binding[("scalar", i)] for i in range(sum(h.scalar for h in fusion.holes)) if ("scalar", i) in binding)
+            if len(scalars) != sum(h.scalar for h in fusion.holes):
+                continue
+            classes = [None if c is None else binding.get(c) for c in skeleton.holes]
+            if any(c is None and s is not None for c, s in zip(classes, skeleton.holes, strict=True)):
+                refusal = Refusal("an argument of the pattern does not reach its first output", root)
+                continue
+            outcome = _attempt(run, Guess(fusion, root, classes, scalars))
+            if outcome is None:
+                return
+            refusal = outcome
+        if refusal is not None:
+            _refused(run, fusion, root, skeleton, refusal)
+            best = None
+        else:
+            mismatch = finder.mismatch()
+            if best is None or mismatch.matched / max(mismatch.total, 1) > best.matched / max(best.total, 1):
+                best = mismatch
+    if best is not None and (fusion.name, root) not in run.missed:
+        _remember_nearest(run, fusion, root, best)
+
+
+def _attempt(run: _Run, guess: Guess) -> Refusal | None:
+    region = prove(run.context, guess)
+    if isinstance(region, Refusal):
+        return region
+    names = _names(region)
+    spliced = splice(run.context, region, len(run.fused))
+    if isinstance(spliced, Refusal):
+        return spliced
+    run.fused.append(_fused(run, region, names, spliced))
+    return None
+
+
+def _names(region: Region) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    """Node and operator names, read before the nodes are erased."""
+    gradient_nodes = {n for row in region.gradients for n in row}
+    replaced = sorted(n for n in region.forward | region.backward if n in region.gone or n in gradient_nodes or n in region.roots)
+    forward = [n for n in replaced if not is_backward(n)]
+    backward = [n for n in replaced if is_backward(n)]
+    directions = tuple(d for d, nodes in (("forward", forward), ("backward", backward)) if nodes)
+    return tuple(n.name for n in replaced), operator_names(forward) + operator_names(backward), directions
+
+
+def _fused(run: _Run, region: Region, names: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]], spliced: Spliced) -> Fused:
+    nodes, operators, directions = names
+    root = region.root
+    return Fused(
+        region.fusion.name,
+        run.kind,
+        directions,
+        operators,
+        source_line(root),
+        layer_path(root),
+        tuple(n.name for n in spliced.saved),
+        "custom",
+        nodes,
+        tuple(n.name for n in spliced.inserted),
+    )
+
+
+# ------------------------------------------------------------------------------------------------ near misses
+
+
+def _refused(run: _Run, fusion: Fusion, root: Node, skeleton: Skeleton, refusal: Refusal) -> None:
+    """Every value was found and still the place is left alone: always reported."""
+    size = skeleton.size
+    run.missed[(fusion.name, root)] = Missed(
+        fusion.name, size, size, refusal.reason, refusal.node.name, source_line(refusal.node) or source_line(root), layer_path(root), run.kind
+    )
+
+
+def _remember_nearest(run: _Run, fusion: Fusion, root: Node, mismatch: Mismatch) -> None:
+    members = run.context.table.members.get(mismatch.model_class, ()) if mismatch.model_class is not None else ()
+    node = next((n for n in members if not n._erased), root)
+    missed = Missed(
+        fusion.name, mismatch.matched, mismatch.total, mismatch.reason, root.name, source_line(node), layer_path(root), run.kind
+    )
+    known = run.nearest.get(fusion.name)
+    if known is None or missed.progress > known[0].progress:
+        run.nearest[fusion.name] = (missed, root)
+
+
+def _missed(run: _Run) -> tuple[Missed, ...]:
+    """Refused places that no other fusion took, and the nearest miss of each fusion that came to nothing."""
+    refused = [m for (_, root), m in run.missed.items() if _is_free(run.context, root)]
+    fired = {f.name for f in run.fused} | {m.name for m in refused}
+    nearest = [m for name, (m, root) in run.nearest.items() if name not in fired and _is_free(run.context, root)]
+    return tuple(refused + nearest)
+
+
+def check_expectation(records: Sequence[GraphRecord], expected: dict[str, int], failures: Sequence[Failure]) -> None:
+    """Raise FusionCountError where a fusion did not fire as often as expected."""
+    for name, count in expected.items():
+        fired = sum(f.name == name for r in records for f in r.fused)
+        if fired != count:
+            reasons = [f"  {m.name}: {m.reason} at {m.source}" for r in records for m in r.missed if m.name == name]
+            reasons += [f"  {f.name}: {f.error}" for f in failures if f.name == name]
+            raise FusionCountError(
+                f"fusion {name!r} fired {fired} times, expected {count}" + ("; refused:\n" + "\n".join(reasons) if reasons else "")
+            )

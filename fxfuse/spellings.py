@@ -1,0 +1,398 @@
+"""Which constructor of ``values`` each aten spelling stands for, and the conditions under which it does.
+
+An operator without an entry, or whose condition fails, is keyed by its own name and *all* its arguments, defaults filled in
+and nothing dropped.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from .values import EXPAND, SQUARE, Arg, Env, Table, is_power_of_two, is_size, is_tensor, ref, size, sizes, value
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+CAST = prims.convert_element_type.default
+
+COPIES = frozenset(
+    {aten.alias.default, aten.clone.default, aten.detach.default, aten.contiguous.default, aten.lift_fresh_copy.default}
+)
+VIEWS = frozenset(
+    {
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.reshape.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.squeeze.default,
+        aten.unsqueeze.default,
+        aten.flatten.using_ints,
+    }
+)
+PERMUTES = frozenset({aten.permute.default, aten.t.default, aten.transpose.int})
+LAYOUT_ONLY = VIEWS | COPIES | PERMUTES | {aten.expand.default}
+"""Operators that move no information: their result holds the elements of their operand."""
+SPLITS = frozenset({aten.split.Tensor, aten.split_with_sizes.default})
+COLLECTIVE_NAMESPACES = frozenset({"_c10d_functional", "c10d_functional", "c10d", "_dtensor", "fsdp"})
+
+
+def number_graph(graph: Graph, strict: bool = False) -> Table:
+    """The value table of a graph."""
+    table = Table(strict)
+    for node in graph.nodes:
+        if node.op != "output":
+            number(table, node)
+    return table
+
+
+def number(table: Table, node: Node) -> int:
+    """Give a node its class."""
+    c = evaluate(table, node, table.class_of.__getitem__)
+    table.assign(node, c)
+    return c
+
+
+def evaluate(table: Table, node: Node, env: Env) -> int:
+    """The class of ``node`` when its arguments have the classes of ``env``."""
+    if node.op != "call_function":
+        return table.unique("input", node)
+    if is_opaque(node.target):
+        table.mutated.update(mutated_arguments(node))
+        return table.unique("opaque", node)
+    if table.mutated and any(n in table.mutated for n in node.all_input_nodes):
+        table.mutated.add(node)  # it may be a view of memory that has changed
+        return table.unique("opaque", node)
+    return _class_of_call(table, node, env)
+
+
+def is_opaque(target: Any) -> bool:
+    """Whether two calls with equal arguments may still differ: random, mutating, collective, asserting, higher-order."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return getattr(operator, getattr(target, "__name__", ""), None) is not target and not _is_size_function(target)
+    if torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable:
+        return True
+    return target.namespace in COLLECTIVE_NAMESPACES or len(target._schema.returns) == 0
+
+
+def _is_size_function(target: Any) -> bool:
+    return target in (torch.sym_max, torch.sym_min, torch.sym_float, torch.sym_int, torch.sym_not, torch.sym_ite, torch.sym_sum)
+
+
+def mutated_arguments(node: Node) -> Iterator[Node]:
+    """The argument nodes that a call writes to, with every node whose memory they may share."""
+    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+        return
+    for schema, argument in zip(node.target._schema.arguments, (a for _, a in arguments(node)), strict=False):
+        if schema.alias_info is not None and schema.alias_info.is_write:
+            for written in argument if isinstance(argument, (list, tuple)) else [argument]:
+                if isinstance(written, Node):
+                    yield from _sharing_memory(written)
+
+
+def _sharing_memory(node: Node) -> Iterator[Node]:
+    base = node
+    while base.op == "call_function" and base.target in LAYOUT_ONLY and isinstance(base.args[0], Node):
+        base = base.args[0]
+    pending = [base, node]
+    seen: set[Node] = set()
+    while pending:
+        n = pending.pop()
+        if n not in seen:
+            seen.add(n)
+            yield n
+            pending += [u for u in n.users if u.op == "call_function" and u.target in LAYOUT_ONLY | SPLITS | {aten.slice.Tensor}]
+
+
+def arguments(node: Node) -> list[tuple[str, Any]]:
+    """A call's arguments by name, in schema order, defaults filled in."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return [(str(i), a) for i, a in enumerate(node.args)] + sorted(node.kwargs.items())
+    named = []
+    for i, parameter in enumerate(node.target._schema.arguments):
+        if i < len(node.args):
+            named.append((parameter.name, node.args[i]))
+        else:
+            named.append((parameter.name, node.kwargs.get(parameter.name, parameter.default_value)))
+    return named
+
+
+def target_name(target: Any) -> str:
+    """The operator's name as it appears in keys."""
+    return str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
+
+
+def _class_of_call(table: Table, node: Node, env: Env) -> int:
+    """The class of a pure call."""
+    if isinstance(value(node), torch.Tensor):
+        rule = _RULES.get(node.target)
+        c = rule(table, node, env) if rule is not None else None
+        if c is not None:
+            return c
+    return _generic(table, node, env)
+
+
+def _generic(table: Table, node: Node, env: Env) -> int:
+    key: list[Arg] = []
+    for name, argument in arguments(node):
+        if name in ("pin_memory", "requires_grad"):
+            continue
+        if name == "dim" and node.args and is_tensor(node.args[0]):
+            rank = max(value(node.args[0]).dim(), 1)
+            if is_size(argument):
+                argument = argument % rank
+            elif isinstance(argument, (list, tuple)):
+                argument = [d % rank for d in argument]
+        key.append(_argument(argument, env))
+    v = value(node)
+    tensor = isinstance(v, torch.Tensor)
+    return table.intern((target_name(node.target), *key), v.shape if tensor else None, v.dtype if tensor else None)
+
+
+def _argument(a: Any, env: Env) -> Arg:
+    if isinstance(a, Node):
+        v = value(a)
+        return ("i", size(v)) if is_size(v) else ref(env(a))
+    if is_size(a):
+        return ("i", size(a))
+    if isinstance(a, (list, tuple)):
+        return ("l", tuple(_argument(x, env) for x in a))
+    return ("k", None) if a is None else ("k", f"{type(a).__name__} {a}")
+
+
+def _number(a: Any) -> float | None:
+    """A Python number (not a bool, not symbolic)."""
+    return float(a) if isinstance(a, (int, float)) and not isinstance(a, bool) else None
+
+
+def _sizes_of(a: Any) -> Any:
+    return value(a) if isinstance(a, Node) else a
+
+
+# ------------------------------------------------------------------------------------------------ the rules
+
+Rule = Callable[[Table, Node, Env], "int | None"]
+
+
+def _copy(table: Table, node: Node, env: Env) -> int | None:
+    return env(node.args[0])
+
+
+def _view(table: Table, node: Node, env: Env) -> int | None:
+    return table.view(env(node.args[0]), value(node).shape)
+
+
+def _permute(table: Table, node: Node, env: Env) -> int | None:
+    rank = value(node).dim()
+    dims = list(range(rank))
+    if node.target is aten.permute.default:
+        dims = list(node.args[1])
+    elif node.target is aten.t.default:
+        dims.reverse()
+    elif rank:
+        i, j = node.args[1], node.args[2]
+        dims[i], dims[j] = dims[j], dims[i]
+    return table.permute(env(node.args[0]), dims) if rank else env(node.args[0])
+
+
+def _expand(table: Table, node: Node, env: Env) -> int | None:
+    return table.expand(env(node.args[0]), value(node).shape)
+
+
+def _cast(table: Table, node: Node, env: Env) -> int | None:
+    c = env(node.args[0])
+    return c if table.dtypes[c] == value(node).dtype else None
+
+
+def _mm(table: Table, node: Node, env: Env) -> int | None:
+    return table.matmul(env(node.args[0]), env(node.args[1])) if len(node.args) == 2 and not node.kwargs else None
+
+
+def _bmm(table: Table, node: Node, env: Env) -> int | None:
+    """A batch of one, or one matrix for the whole batch, is a linear."""
+    if len(node.args) != 2 or node.kwargs:
+        return None
+    a, b = env(node.args[0]), env(node.args[1])
+    if size(value(node).shape[0]) == "1":
+        product = table.matmul(table.view(a, table.shape(a)[1:]), table.view(b, table.shape(b)[1:]))
+        return table.view(product, value(node).shape)
+    if table.head(b) == EXPAND and len(table.shape(table.operand(b, 0))) == 2:
+        return table.matmul(a, table.operand(b, 0))
+    return None
+
+
+def _addmm(table: Table, node: Node, env: Env) -> int | None:
+    named = dict(arguments(node))
+    if named["beta"] != 1 or named["alpha"] != 1 or "out_dtype" in named:
+        return None
+    v = value(node)
+    b, product = env(node.args[0]), table.matmul(env(node.args[1]), env(node.args[2]))
+    if table.takes_bias(product, b):
+        return table.with_bias(product, b)
+    if sizes(table.shape(b)) == sizes(v.shape) and table.dtypes[b] == v.dtype and not table.strict:
+        return table.add(product, b, v.shape, v.dtype)
+    return None
+
+
+def _add(table: Table, node: Node, env: Env) -> int | None:
+    if dict(arguments(node))["alpha"] != 1 or not (is_tensor(node.args[0]) and is_tensor(node.args[1])):
+        return None
+    v = value(node)
+    return table.add(env(node.args[0]), env(node.args[1]), v.shape, v.dtype)
+
+
+def _mul(table: Table, node: Node, env: Env) -> int | None:
+    v = value(node)
+    if is_tensor(node.args[0]) and is_tensor(node.args[1]):
+        return table.mul(env(node.args[0]), env(node.args[1]), v.shape, v.dtype)
+    k = _number(node.args[1])
+    if k is None or not is_tensor(node.args[0]) or not v.dtype.is_floating_point:
+        return None
+    c = env(node.args[0])
+    return table.scale(c, k) if table.dtypes[c] == v.dtype else None
+
+
+def _div(table: Table, node: Node, env: Env) -> int | None:
+    k = _number(node.args[1])
+    if k is None or len(node.args) != 2 or node.kwargs or not is_power_of_two(k) or not value(node).dtype.is_floating_point:
+        return None
+    c = env(node.args[0])
+    return table.scale(c, 1 / k) if table.dtypes[c] == value(node).dtype else None
+
+
+def _pow(table: Table, node: Node, env: Env) -> int | None:
+    k = _number(node.args[1])
+    if k not in (1, 2) or not value(node).dtype.is_floating_point:
+        return None
+    c = env(node.args[0])
+    return c if k == 1 else table.intern((SQUARE, ref(c)), value(node).shape, value(node).dtype)
+
+
+def _sum(table: Table, node: Node, env: Env) -> int | None:
+    named, c, v = dict(arguments(node)), env(node.args[0]), value(node)
+    if named["dtype"] not in (None, v.dtype) or table.dtypes[c] != v.dtype:
+        return None
+    return table.colsum(c, named["dim"], bool(named["keepdim"]), v.shape, v.dtype)
+
+
+def _getitem(table: Table, node: Node, env: Env) -> int | None:
+    source, i = node.args
+    if not isinstance(source, Node) or source.target not in SPLITS or not isinstance(i, int):
+        return None
+    shape = value(node).shape
+    dim = (source.args[2] if len(source.args) > 2 else source.kwargs.get("dim", 0)) % len(shape)
+    step = source.args[1]
+    if isinstance(step, (list, tuple)):
+        start = sum((_sizes_of(s) for s in step[:i]), 0)
+    else:
+        start = i * _sizes_of(step)
+    return table.slice(env(source.args[0]), dim, start, shape[dim])
+
+
+def _slice(table: Table, node: Node, env: Env) -> int | None:
+    named, shape = dict(arguments(node)), value(node).shape
+    if named["step"] != 1:
+        return None
+    dim = named["dim"] % len(shape)
+    return table.slice(env(node.args[0]), dim, _sizes_of(named["start"]) or 0, shape[dim])
+
+
+def _slice_scatter(table: Table, node: Node, env: Env) -> int | None:
+    named, shape = dict(arguments(node)), value(node).shape
+    dim = named["dim"] % len(shape)
+    whole, start, end = shape[dim], named["start"] or 0, named["end"]
+    fixed = isinstance(whole, int) and isinstance(start, int) and (end is None or isinstance(end, int))
+    zeros = env(node.args[0])
+    if not fixed or named["step"] != 1 or table.constant_of(zeros) != 0 or start < 0 or (end is not None and end < 0):
+        return None
+    if table.dtypes[env(node.args[1])] != value(node).dtype:
+        return None
+    return table.pad(env(node.args[1]), dim, start, whole if end is None else min(whole, end), whole, shape)
+
+
+def _constant_pad(table: Table, node: Node, env: Env) -> int | None:
+    named, shape = dict(arguments(node)), value(node).shape
+    padding = list(named["pad"])
+    used = [i for i in range(0, len(padding), 2) if padding[i] != 0 or padding[i + 1] != 0]
+    if named["value"] != 0 or len(used) != 1 or not all(isinstance(p, int) and p >= 0 for p in padding):
+        return None
+    dim = len(shape) - 1 - used[0] // 2
+    whole = shape[dim]
+    if not isinstance(whole, int):
+        return None
+    return table.pad(env(node.args[0]), dim, padding[used[0]], whole - padding[used[0] + 1], whole, shape)
+
+
+def _cat(table: Table, node: Node, env: Env) -> int | None:
+    v = value(node)
+    parts = [env(part) for part in node.args[0]]
+    if any(table.dtypes[p] != v.dtype or len(table.shape(p)) != v.dim() for p in parts):
+        return None
+    return table.cat(parts, dict(arguments(node))["dim"] % v.dim(), v.shape, v.dtype)
+
+
+def _full(table: Table, node: Node, env: Env) -> int | None:
+    """full, full_like, zeros and their like, and scalar_tensor: one number everywhere."""
+    named = dict(arguments(node))
+    k: Any = 0
+    if "fill_value" in named:
+        k = named["fill_value"]
+    elif "s" in named:
+        k = named["s"]
+    number = _number(k)
+    v = value(node)
+    return None if number is None else table.fill(number, v.shape, v.dtype, v.device)
+
+
+def _where(table: Table, node: Node, env: Env) -> int | None:
+    v = value(node)
+    a, b = env(node.args[1]), env(node.args[2])
+    short = table.unfilled(a, b, v.shape, v.dtype)
+    if short == a:  # never both: the shape would be lost
+        b = table.unfilled(b, a, v.shape, v.dtype)
+    return table.where(env(node.args[0]), short, b, v.shape, v.dtype)
+
+
+def _masked_fill(table: Table, node: Node, env: Env) -> int | None:
+    k, v = _number(node.args[2]), value(node)
+    c = env(node.args[0])
+    if k is None or sizes(table.shape(c)) != sizes(v.shape):
+        return None
+    return table.where(env(node.args[1]), table.constant(k, v.dtype), c, v.shape, v.dtype)
+
+
+_RULES: dict[Any, Rule] = {
+    **dict.fromkeys(COPIES, _copy),
+    **dict.fromkeys(VIEWS, _view),
+    **dict.fromkeys(PERMUTES, _permute),
+    aten.expand.default: _expand,
+    CAST: _cast,
+    aten.mm.default: _mm,
+    aten.bmm.default: _bmm,
+    aten.addmm.default: _addmm,
+    aten.add.Tensor: _add,
+    aten.mul.Tensor: _mul,
+    aten.mul.Scalar: _mul,
+    aten.div.Tensor: _div,
+    aten.div.Scalar: _div,
+    aten.pow.Tensor_Scalar: _pow,
+    aten.sum.dim_IntList: _sum,
+    operator.getitem: _getitem,
+    aten.slice.Tensor: _slice,
+    aten.slice_scatter.default: _slice_scatter,
+    aten.constant_pad_nd.default: _constant_pad,
+    aten.cat.default: _cat,
+    aten.full.default: _full,
+    aten.full_like.default: _full,
+    aten.zeros.default: _full,
+    aten.zeros_like.default: _full,
+    aten.new_zeros.default: _full,
+    aten.new_full.default: _full,
+    aten.scalar_tensor.default: _full,
+    aten.where.self: _where,
+    aten.masked_fill.Scalar: _masked_fill,
+}

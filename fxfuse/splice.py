@@ -1,0 +1,377 @@
+"""Put a replacement in a region's place: trace it, check it, inline it, reroute outputs and gradients.
+
+Everything that may refuse happens before the graph is touched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+from . import compat
+from .pattern import Traced, same_shape_and_dtype, trace_forward, trace_joint
+from .region import DONE, Context, Refusal, Region, is_backward
+from .spellings import CAST, number
+from .values import is_tensor, metadata, size, value
+
+aten = torch.ops.aten
+KEPT_META = ("partitioner_tag", "ac_graph_id", "stack_trace", "seq_nr", "custom", "nn_module_stack", "fwd_nn_module_stack")
+PASSES_GRADIENT = frozenset(
+    {aten.add.Tensor, CAST, aten.view.default, aten.permute.default, aten.clone.default, aten.unsqueeze.default, aten.squeeze.dim}
+)
+"""Linear operators through which one contribution to a gradient reaches the sum with the others."""
+
+
+class BrokenGraph(Exception):
+    """A splice raised halfway: this graph must not be used, the plan is built again without fusions."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Spliced:
+    """What a splice did."""
+
+    inserted: tuple[Node, ...]
+    saved: tuple[Node, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Replacement:
+    """Traced forward and, in training, backward."""
+
+    forward: Traced
+    forward_nodes: tuple[Node, ...]
+    outputs: tuple[Any, ...]
+    saved: tuple[Any, ...] = ()
+    backward: Traced | None = None
+    backward_nodes: tuple[Node, ...] = ()
+    gradients: tuple[Any, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Total:
+    """How the contributions to one gradient become one: it stands where ``keeper`` was, the others are taken out."""
+
+    keeper: Node
+    keeper_chain: tuple[Node, ...]
+    others: tuple[tuple[Node, tuple[Node, ...]], ...]
+
+
+def splice(context: Context, region: Region, tag: int) -> Spliced | Refusal:
+    """Replace a region; ``tag`` marks the inserted nodes."""
+    try:
+        replacement = _trace(context, region)
+    except compat.ShapeGuardError as error:
+        return Refusal(f"the replacement adds a shape guard: {error}", region.root)
+    refused = _check_outputs(region, replacement) or _check_gradients(region, replacement)
+    if refused is not None:
+        return refused
+    totals = [_plan_total(row) for row in region.gradients if row]
+    if any(t is None for t in totals):
+        return Refusal("the contributions to a gradient are not simply added up", region.root)
+    try:
+        return _Splicer(context, region, replacement, tag).run([t for t in totals if t is not None])
+    except Exception as error:
+        raise BrokenGraph(f"fusion {region.fusion.name!r}: {type(error).__name__}: {error}") from error
+
+
+# ------------------------------------------------------------------------------------------------ tracing and checking
+
+
+def _trace(context: Context, region: Region) -> _Replacement:
+    metas = [None if n is None else value(n) for n in region.inputs]
+    if region.fusion.side == "joint" and region.fusion.explicit:
+        return _trace_explicit(context, region, metas)
+    if region.trained:
+        return _trace_differentiable(context, region, metas)
+    return _trace_rewrite(context, region, metas)
+
+
+def _trace_rewrite(context: Context, region: Region, metas: Sequence[Any]) -> _Replacement:
+    fusion, wanted = region.fusion, region.wanted
+    traced = context.traces.get(
+        (fusion.id, fusion.identity, "rewrite", region.scalars, wanted),
+        metas,
+        lambda: trace_forward(
+            lambda *t: fusion.call_rewrite(t, region.scalars, wanted), metas, context.decompositions, forbid_guards=True
+        ),
+    )
+    return _Replacement(traced, _calls(traced), traced.outputs)
+
+
+def _trace_differentiable(context: Context, region: Region, metas: Sequence[Any]) -> _Replacement:
+    """One trace of the rewrite and its gradients: what ran before the gradient was asked for is the forward."""
+    fusion, tangent = region.fusion, value(region.tangent)  # type: ignore[arg-type]
+    traced = context.traces.get(
+        (fusion.id, fusion.identity, "joint rewrite", region.scalars, region.mask),
+        [*metas, tangent],
+        lambda: trace_joint(
+            lambda *t: fusion.call_rewrite(t, region.scalars), metas, region.mask, tangent, context.decompositions, forbid_guards=True
+        ),
+    )
+    forward = tuple(n for n in _calls(traced) if n in traced.forward)
+    backward = tuple(n for n in _calls(traced) if n not in traced.forward)
+    used_later = {a for n in backward for a in n.all_input_nodes}
+    saved = tuple(n for n in forward if n in used_later and is_tensor(n) and n is not traced.outputs[0])
+    gradients = tuple(g for g, m in zip(traced.grads, region.mask, strict=True) if m)
+    return _Replacement(traced, forward, traced.outputs, saved, traced, backward, gradients)
+
+
+def _trace_explicit(context: Context, region: Region, metas: Sequence[Any]) -> _Replacement:
+    fusion, scalars, save = region.fusion, region.scalars, region.trained
+
+    def forward(*tensors: Any) -> tuple[Any, ...]:
+        out, saved = fusion.call_forward(tensors, scalars, save)
+        return (out, *saved) if save else (out,)
+
+    traced = context.traces.get(
+        (fusion.id, fusion.identity, "forward", scalars, save),
+        metas,
+        lambda: trace_forward(forward, metas, context.decompositions, forbid_guards=True),
+    )
+    if not save:
+        return _Replacement(traced, _calls(traced), traced.outputs)
+    saved_metas = [value(o) for o in traced.outputs[1:]]
+    mode = compat.fake_mode_of([value(region.root)])
+    count = len(metas)
+
+    def backward(*tensors: Any) -> tuple[Any, ...]:
+        inputs, saved, grad = tensors[:count], tensors[count:-1], tensors[-1]
+        gradients = fusion.call_backward(grad, inputs, scalars, saved, region.mask)
+        return tuple(g for g, m in zip(gradients, region.mask, strict=True) if m)
+
+    everything = [*metas, *[_refake(m, mode) for m in saved_metas], value(region.tangent)]  # type: ignore[arg-type]
+    back = context.traces.get(
+        (fusion.id, fusion.identity, "backward", scalars, region.mask),
+        everything,
+        lambda: trace_forward(backward, everything, context.decompositions, forbid_guards=True),
+    )
+    return _Replacement(traced, _calls(traced), traced.outputs[:1], traced.outputs[1:], back, _calls(back), back.outputs)
+
+
+def _calls(traced: Traced) -> tuple[Node, ...]:
+    return tuple(n for n in traced.graph.nodes if n.op not in ("placeholder", "output"))
+
+
+def _check_outputs(region: Region, replacement: _Replacement) -> Refusal | None:
+    """The new outputs must have the replaced values' shape, dtype, stride and device."""
+    for node in (*replacement.forward_nodes, *replacement.backward_nodes):
+        if node.op != "call_function":
+            return Refusal(f"the replacement holds a constant of its own ({node.target}): pass it in or make it with torch.full", region.root)
+    required = len(region.outputs)
+    if len(replacement.outputs) < required:
+        return Refusal(f"the replacement returns {len(replacement.outputs)} outputs, the pattern {required}", region.root)
+    for out, nodes in zip(replacement.outputs, region.outputs, strict=False):
+        for node in nodes:
+            if not is_tensor(out) or metadata(value(out)) != metadata(value(node)):
+                return Refusal(f"the replacement's output is {_describe(out)}, the replaced value {_describe(node)}", node)
+    for node, (k, shape) in region.extras.items():
+        out = replacement.outputs[k] if k < len(replacement.outputs) else None
+        if not is_tensor(out) or (shape is None and metadata(value(out)) != metadata(value(node))):
+            return Refusal(f"extra output {k} is {_describe(out)}, the replaced value {_describe(node)}", node)
+    return None
+
+
+def _check_gradients(region: Region, replacement: _Replacement) -> Refusal | None:
+    rows = [row for row in region.gradients if row]
+    for gradient, row in zip(replacement.gradients, rows, strict=True):
+        if not is_tensor(gradient) or not same_shape_and_dtype(value(gradient), value(row[0])):
+            return Refusal(f"the replacement's gradient is {_describe(gradient)}, the replaced one {_describe(row[0])}", row[0])
+    return None
+
+
+def _describe(node: Any) -> str:
+    m = metadata(value(node)) if isinstance(node, Node) else None
+    return "missing" if m is None else f"[{', '.join(m[0])}] {str(m[2]).removeprefix('torch.')} with strides ({', '.join(m[1])}) on {m[3]}"
+
+
+def _refake(v: Any, mode: Any) -> Any:
+    """A cached trace carries the fake tensors of another compile: make them this one's."""
+    if isinstance(v, (tuple, list)):
+        return type(v)(_refake(x, mode) for x in v)
+    if not isinstance(v, torch.Tensor) or v.fake_mode is mode:  # type: ignore[attr-defined]
+        return v
+    with mode:
+        return torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device)
+
+
+# ------------------------------------------------------------------------------------------------ gradients
+
+
+def _plan_total(contributions: Sequence[Node]) -> _Total | None:
+    """Let the contribution that is added last carry the total, so that no partial sum with another user changes."""
+    if len(contributions) == 1:
+        return _Total(contributions[0], (), ())
+    chains = {c: _chain(c) for c in contributions}
+    common = set.intersection(*[set(chain) for chain in chains.values()])
+    if not common:
+        return None
+    meeting = min(common)
+    before = {c: tuple(chain[: chain.index(meeting)]) for c, chain in chains.items()}
+    keeper = min(contributions, key=lambda c: len(before[c]))
+    return _Total(keeper, before[keeper], tuple((c, before[c]) for c in contributions if c is not keeper))
+
+
+def _chain(node: Node) -> list[Node]:
+    """The single-user path of linear operators that a contribution goes."""
+    chain: list[Node] = []
+    while len(node.users) == 1:
+        node = next(iter(node.users))
+        if node.op != "call_function" or node.target not in PASSES_GRADIENT:
+            break
+        chain.append(node)
+    return chain
+
+
+def _is_accumulation(node: Node) -> bool:
+    if node.target is not aten.add.Tensor or node.kwargs or len(node.args) != 2 or node.args[0] is node.args[1]:
+        return False
+    return is_backward(node) and all(is_tensor(a) and same_shape_and_dtype(value(a), value(node)) for a in node.args)  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------------------ the surgery
+
+
+class _Splicer:
+    """Carries the pieces of one splice."""
+
+    def __init__(self, context: Context, region: Region, replacement: _Replacement, tag: int) -> None:
+        self.context, self.graph, self.table = context, context.graph, context.table
+        self.region, self.replacement, self.tag = region, replacement, tag
+        self.mode = compat.fake_mode_of([value(region.root)])
+        self.inserted: list[Node] = []
+
+    def run(self, totals: Sequence[_Total]) -> Spliced:
+        forward, backward = self._forward_meta(), None
+        env = dict(zip(self.replacement.forward.inputs, self.region.inputs, strict=True))
+        self._inline(self.replacement.forward_nodes, env, self._place(), forward)
+        self._reroute_outputs([env.get(o) for o in self.replacement.outputs], forward)
+        saved = tuple(env[s] for s in self.replacement.saved if s is not None)
+        if self.region.trained:
+            backward = self._backward_meta(forward)
+            self._splice_backward(env, saved, backward, totals)
+        self._clean()
+        return Spliced(tuple(self.inserted), tuple(s for s in saved if s is not None))
+
+    def _forward_meta(self) -> dict[str, Any]:
+        meta = {k: self.region.root.meta[k] for k in KEPT_META if k in self.region.root.meta}
+        policies = [n.meta["recompute"] for n in self.region.forward if n.meta.get("recompute") is not None]
+        if policies:  # what any member must save stays saved
+            meta["recompute"] = CheckpointPolicy.MUST_SAVE if CheckpointPolicy.MUST_SAVE in policies else policies[0]
+        return meta
+
+    def _backward_meta(self, forward: Mapping[str, Any]) -> dict[str, Any]:
+        tangent = self.region.tangent
+        assert tangent is not None
+        meta = {k: tangent.meta[k] for k in ("stack_trace",) if k in tangent.meta}
+        meta.update({k: forward[k] for k in ("seq_nr", "nn_module_stack", "stack_trace") if k in forward})
+        return {**meta, "partitioner_tag": "is_backward"}
+
+    def _place(self) -> Node:
+        """After every input, before the first output; the final sort mends the rest."""
+        first = min(self.region.roots)
+        last = max((n for n in self.region.inputs if n is not None), default=first)
+        return last.next if last > first or last is first else first
+
+    def _inline(self, nodes: Iterable[Node], env: dict[Any, Any], before: Node, meta: Mapping[str, Any]) -> None:
+        with self.graph.inserting_before(before):
+            for node in nodes:
+                copy = self.graph.node_copy(node, env.__getitem__)
+                copy.meta = {**meta, "val": _refake(node.meta["val"], self.mode), DONE: self.tag}
+                env[node] = copy
+                number(self.table, copy)
+                self.inserted.append(copy)
+
+    def _reroute_outputs(self, outputs: Sequence[Any], meta: Mapping[str, Any]) -> None:
+        region, gone = self.region, self.region.gone
+        for out, nodes in zip(outputs, region.outputs, strict=False):
+            for node in nodes:
+                node.replace_all_uses_with(out, delete_user_cb=lambda u: u not in region.forward or u not in gone)
+            self.table.assign(out, self.table.class_of[nodes[0]])
+        for node, (k, shape) in region.extras.items():
+            out = outputs[k] if shape is None else self._view(outputs[k], node, shape, meta)
+            self.table.assign(out, self.table.class_of[node])
+            node.replace_all_uses_with(out, delete_user_cb=lambda u: u not in gone)
+
+    def _view(self, source: Node, like: Node, shape: Any, meta: Mapping[str, Any]) -> Node:
+        arguments = [self._size_argument(s) for s in shape]
+        with self.graph.inserting_after(source):
+            view = self.graph.call_function(aten.view.default, (source, arguments))
+        view.meta = {**meta, "val": value(like), DONE: self.tag}
+        self.inserted.append(view)
+        return view
+
+    def _size_argument(self, s: Any) -> Any:
+        """A size as an argument of a node: a number, or the node that computes the symbol."""
+        if isinstance(s, int):
+            return s
+        wanted = size(s)
+        for node in self.graph.nodes:
+            if isinstance(value(node), torch.SymInt) and size(value(node)) == wanted:
+                return node
+        return s
+
+    def _splice_backward(
+        self, forward_env: dict[Any, Any], saved: Sequence[Any], meta: Mapping[str, Any], totals: Sequence[_Total]
+    ) -> None:
+        region, replacement = self.region, self.replacement
+        back = replacement.backward
+        assert back is not None and region.tangent is not None
+        if back is replacement.forward:
+            env = {**forward_env, back.tangent: region.tangent}
+        else:
+            env = dict(zip(back.inputs, [*region.inputs, *saved, region.tangent], strict=True))
+        self._inline(replacement.backward_nodes, env, min(n for row in region.gradients for n in row), meta)
+        for gradient, total in zip(replacement.gradients, totals, strict=True):
+            self._reroute_gradient(env[gradient], total, meta)
+
+    def _reroute_gradient(self, gradient: Node, total: _Total, meta: Mapping[str, Any]) -> None:
+        sum_class: int | None = None if total.others else self.table.class_of[total.keeper]
+        for contribution, chain in total.others:
+            user = next(iter(contribution.users))
+            if _is_accumulation(user):
+                other = user.args[0] if user.args[1] is contribution else user.args[1]
+                if user not in chain and not total.keeper_chain:
+                    sum_class = self.table.class_of[user]
+                user.replace_all_uses_with(other)  # type: ignore[arg-type]
+                self._erase(user)
+            else:
+                user.replace_input_with(contribution, self._zeros(contribution, user, meta))
+            for node in chain:
+                self._forget_class(node)
+        for node in total.keeper_chain:
+            self._forget_class(node)
+        total.keeper.replace_all_uses_with(gradient)
+        if sum_class is not None:
+            self.table.assign(gradient, sum_class)
+
+    def _forget_class(self, node: Node) -> None:
+        if not node._erased:
+            self.table.assign(node, self.table.unique("stale", node))
+
+    def _zeros(self, like: Node, before: Node, meta: Mapping[str, Any]) -> Node:
+        v = value(like)
+        with self.graph.inserting_before(before):
+            shape = [self._size_argument(s) for s in v.shape]
+            zeros = self.graph.call_function(aten.full.default, (shape, 0), {"dtype": v.dtype, "device": v.device})
+        zeros.meta = {**meta, "val": v, DONE: self.tag}
+        number(self.table, zeros)
+        self.inserted.append(zeros)
+        return zeros
+
+    def _erase(self, node: Node) -> None:
+        self.table.drop(node)
+        self.graph.erase_node(node)
+
+    def _clean(self) -> None:
+        """Erase what nothing uses any more."""
+        region = self.region
+        nodes = region.forward | region.backward
+        self.context.consumed |= nodes & region.gone
+        for node in sorted((n for n in nodes if not n._erased), reverse=True):
+            if not node.users:
+                self._erase(node)

@@ -1,0 +1,73 @@
+"""The gated half of an MLP, ``act(gate) * up``: two linears, or one whose output is halved. With and without biases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import fxfuse
+import torch.nn.functional as F
+from torch import Tensor
+
+from .activations import ACTIVATIONS, bias_gradient, linear_gradients
+
+KINDS = ("silu", "gelu", "gelu_tanh", "relu")
+
+
+def register_separate(kind: str, act: Callable[[Tensor], Tensor]) -> None:
+    """Register ``gated_mlp_<kind>``: gate and up have a weight each."""
+
+    @fxfuse.register_forward_backward_fusion(
+        name=f"gated_mlp_{kind}",
+        example={"x": (6, 10), "w_gate": (8, 10), "w_up": (8, 10), "b_gate": (8,), "b_up": (8,)},
+        check_on_register=False,
+    )
+    def gated_mlp(x, w_gate, w_up, b_gate=None, b_up=None):
+        return act(F.linear(x, w_gate, b_gate)) * F.linear(x, w_up, b_up)
+
+    @gated_mlp.forward
+    def _(x, w_gate, w_up, b_gate, b_up, *, save):
+        if not save:
+            return fxfuse.ops.glu(x, w_gate, w_up, kind, b_gate, b_up), ()
+        out, g, u = fxfuse.ops.glu(x, w_gate, w_up, kind, b_gate, b_up, save=True)
+        return out, (g, u)
+
+    @gated_mlp.backward
+    def _(grad, x, w_gate, w_up, b_gate, b_up, g, u, *, mask):
+        dg, du = fxfuse.ops.gated_backward(grad, g, u, kind)
+        dx_gate, d_gate = linear_gradients(dg, x, w_gate, (mask[0], mask[1]))
+        dx_up, d_up = linear_gradients(du, x, w_up, (mask[0], mask[2]))
+        dx = dx_gate + dx_up if mask[0] else None
+        return dx, d_gate, d_up, bias_gradient(dg, mask[3]), bias_gradient(du, mask[4])
+
+
+def register_packed(kind: str, act: Callable[[Tensor], Tensor]) -> None:
+    """Register ``gated_mlp_packed_<kind>``: one weight with rows [gate; up]."""
+
+    @fxfuse.register_forward_backward_fusion(
+        name=f"gated_mlp_packed_{kind}", example={"x": (6, 10), "w": (16, 10), "b": (16,)}, check_on_register=False
+    )
+    def gated_mlp_packed(x, w, b=None):
+        gate, up = F.linear(x, w, b).chunk(2, -1)
+        return act(gate) * up
+
+    @gated_mlp_packed.check
+    def _(m):
+        if m.w.shape[0] % 2:
+            return m.reject(f"the weight's {m.w.shape[0]} rows have no halves")
+
+    @gated_mlp_packed.forward
+    def _(x, w, b, *, save):
+        if not save:
+            return fxfuse.ops.glu_packed(x, w, kind, b), ()
+        out, h = fxfuse.ops.glu_packed(x, w, kind, b, save=True)
+        return out, (h,)
+
+    @gated_mlp_packed.backward
+    def _(grad, x, w, b, h, *, mask):
+        dh = fxfuse.ops.gated_backward_packed(grad, h, kind)
+        return (*linear_gradients(dh, x, w, mask[:2]), bias_gradient(dh, mask[2]))
+
+
+for _kind in KINDS:
+    register_separate(_kind, ACTIVATIONS[_kind])
+    register_packed(_kind, ACTIVATIONS[_kind])

@@ -1,0 +1,35 @@
+"""Linear, bias or none, activation: one fused forward; in training the activation's backward and the bias gradient too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import fxfuse
+import torch.nn.functional as F
+from torch import Tensor
+
+from .activations import ACTIVATIONS, linear_gradients
+
+EXAMPLE = {"x": (6, 10), "w": (8, 10), "b": (8,)}
+
+
+def register(kind: str, act: Callable[[Tensor], Tensor]) -> None:
+    """Register ``linear_<kind>``."""
+
+    @fxfuse.register_forward_backward_fusion(name=f"linear_{kind}", example=EXAMPLE, check_on_register=False)
+    def linear_activation(x, w, b=None):
+        return act(F.linear(x, w, b))
+
+    @linear_activation.forward
+    def _(x, w, b, *, save):
+        out, kept = fxfuse.ops.linear_act(x, w, b, kind, save)
+        return out, (kept,) if save else ()
+
+    @linear_activation.backward
+    def _(grad, x, w, b, kept, *, mask):
+        d, db = fxfuse.ops.act_backward(grad, kept, kind, mask[2])
+        return (*linear_gradients(d, x, w, mask[:2]), db)
+
+
+for _kind, _act in ACTIVATIONS.items():
+    register(_kind, _act)
