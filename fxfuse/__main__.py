@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import inspect
 import json
+import os
 import runpy
 import sys
 import traceback
@@ -33,7 +34,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(words[:split])
     args.rest = words[split + 1 :]
     try:
-        return args.run(args)
+        code = args.run(args)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # `| head` has seen enough; the interpreter must not complain about it while it exits
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except CommandError as error:
         return _complain(args.command, str(error))
     except Exception as error:

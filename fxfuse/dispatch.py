@@ -40,7 +40,6 @@ class Dispatch:
         self.hash = structural_hash(gm)
         self.plans: dict[Any, Plan] = {}
         self.lock = threading.RLock()
-        self.hits_of_dropped = 0
         self._state: tuple[Any, ...] = ()
         self._current: Plan | None = None
         _live.add(self)
@@ -54,7 +53,7 @@ class Dispatch:
             plan = self._current
             if state is None or plan is None or self._changed(state) or plan.guard is not None:
                 plan = self._plan_for(args)
-            plan.hits += 1
+            plan.calls += 1
             return plan.run(*args)
 
         return fxfuse_dispatch

@@ -13,10 +13,13 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
+from .recipe import Recipe
 from .report import Fused, Missed, Report
 
 MISSES = 12
 """Most refusals listed in text."""
+NEAR = 0.5
+"""A pattern of which less was found is not a near miss: those are only named."""
 
 # An absolute path up to its last part, or up to the installed package: where a report is shown, nobody needs the rest.
 _FOLDERS = re.compile(
@@ -81,7 +84,7 @@ def groups(report: Report) -> list[Group]:
         Group(
             first=members[0][1],
             layers=compact(f.layer for _, f in members),
-            saved=", ".join(f"{_stem(s)}_*" if len(members) > 1 and s != _stem(s) else s for s in members[-1][1].saved),
+            saved=_saved([f.saved for _, f in members]),
             regions=tuple(number for number, _ in members),
         )
         for _, members in sorted(rows.items(), key=lambda row: order[row[0][0]])
@@ -98,6 +101,11 @@ def refusals(report: Report) -> list[Refusal]:
                 rows.setdefault((m.name, re.sub(r"_\d+\b", "", m.reason)), []).append(m)
     found = [Refusal(max(ms, key=lambda m: m.progress), compact(m.layer for m in ms), len(ms)) for ms in rows.values()]
     return sorted(found, key=lambda r: (-r.first.progress, -r.times))
+
+
+def near(missed: Sequence[Refusal]) -> list[Refusal]:
+    """Those that came near enough to be counted."""
+    return [r for r in missed if r.first.progress >= NEAR]
 
 
 def compact(layers: Iterable[str]) -> str:
@@ -140,6 +148,13 @@ def _template(layer: str) -> tuple[str, ...]:
     return tuple("#" if _is_number(part) else part for part in layer.split("."))
 
 
+def _saved(saved: Sequence[tuple[str, ...]]) -> str:
+    """What each of several regions saves: by name when they agree, else names without their numbers."""
+    if len(set(saved)) == 1:
+        return ", ".join(saved[0])
+    return ", ".join(dict.fromkeys(f"{_stem(s)}_*" for s in saved[0]))
+
+
 def _stem(node: str) -> str:
     return re.sub(r"_\d+$", "", node)
 
@@ -151,7 +166,7 @@ def headline(report: Report) -> str:
     """``5 fused, 2 missed (best: ...)``."""
     if not report.graphs and not report.failures:
         return "no graph was captured"
-    missed = refusals(report)
+    missed = near(refusals(report))
     text = f"{len(report.fused)} fused, {sum(r.times for r in missed)} missed"
     if missed:
         m = missed[0].first
@@ -168,9 +183,7 @@ def text(report: Report) -> str:
         rows = [("layer", "fusion", "passes", "saved", "kernel", "source"), *map(_row, fused)]
         blocks.append(_table(rows))
     if missed := refusals(report):
-        more = len(missed) - MISSES
-        lines = ["missed", *(line for r in missed[:MISSES] for line in _refusal_lines(r))]
-        blocks.append("\n".join(lines + ([f"  ... {more} more, less of each found"] if more > 0 else [])))
+        blocks.append("\n".join(["missed (of the pattern's values, so many were found)", *_missed_lines(missed)]))
     if report.failures:
         lines = [f"  {plain(f.stage)}  {plain(f.name) or '(whole graph)'}  {plain(f.error, 400)}" for f in report.failures]
         blocks.append("\n".join(["failed (the unfused form ran)", *lines]))
@@ -181,7 +194,7 @@ def _graphs_line(report: Report) -> str:
     kinds = dict.fromkeys(g.kind for g in report.graphs)
     counted = ", ".join(f"{sum(g.kind == kind for g in report.graphs)} {kind}" for kind in kinds)
     nodes, ms = sum(g.nodes for g in report.graphs), 1e3 * sum(g.seconds for g in report.graphs)
-    recipe = f", recipe {report.recipe}" if report.recipe else ""
+    recipe = f", recipe {report.recipe.replace(repr(Recipe()), 'default')}" if report.recipe else ""
     return f"graphs: {counted}; {nodes} nodes, rewritten in {ms:.1f} ms{recipe}"
 
 
@@ -195,6 +208,13 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
     cells = [[plain(cell, 100 if i == len(row) - 1 else 44) for i, cell in enumerate(row)] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells)
+
+
+def _missed_lines(missed: Sequence[Refusal]) -> list[str]:
+    close = near(missed)
+    rest = dict.fromkeys(plain(r.first.name) for r in missed[len(close[:MISSES]) :])
+    lines = [line for r in close[:MISSES] for line in _refusal_lines(r)]
+    return lines + ([f"  further off: {', '.join(rest)}"] if rest else [])
 
 
 def _refusal_lines(r: Refusal) -> list[str]:

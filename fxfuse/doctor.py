@@ -36,7 +36,9 @@ def checks() -> list[Check]:
     found: list[Check] = []
     for look in _LOOKS:
         try:
-            found += look()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch's own, and a failed pack's, which is a line of its own below
+                found += look()
         except Exception as error:
             name = look.__name__.strip("_").replace("_", " ")
             found.append(Check(name, "blocker", f"{type(error).__name__}: {error}"))
@@ -103,9 +105,7 @@ def _backend() -> Iterator[Check]:
 def _packs() -> Iterator[Check]:
     from . import registry
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a failed pack is a line below
-        registry.ensure_packs()
+    registry.ensure_packs()
     loaded = registry.packs()
     for name, error in loaded.items():
         yield Check(f"pack {name}", "note" if error else "ok", error or "loaded")

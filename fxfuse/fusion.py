@@ -12,7 +12,7 @@ from typing import Any
 from . import registry
 from .errors import PatternError
 from .recipe import Recipe
-from .samples import Example, Hole, explicit_example, fill_scalars, find_examples, holes_of, name_of
+from .samples import Example, Hole, explicit_examples, fill_scalars, find_examples, holes_of, name_of
 
 _ids = itertools.count()
 
@@ -106,7 +106,7 @@ class Fusion:
     def examples(self) -> list[Example]:
         """Shapes on which the pattern runs."""
         if self._example is not None:
-            return [explicit_example(self.pattern, self.holes, self._example)]
+            return explicit_examples(self.pattern, self.holes, self._example)
         return find_examples(self.pattern, self.holes)
 
     @functools.cached_property
@@ -300,7 +300,7 @@ def register_forward_fusion(
         name: the fusion's name (the function's by default).
         extra: how many of the pattern's last outputs are interior values that the rewrite also returns, so that they may
             be used outside (in training: saved for the backward).
-        example: shapes (or tensors) by argument name, when the pattern runs on none that fxfuse tries.
+        example: by argument name: names of dimensions ("m k"), a shape or a tensor; spares the search for shapes.
         check_on_register: compare the rewrite with the pattern when it is registered.
 
     Raises:

@@ -23,6 +23,8 @@ MAX_STEPS = 400
 """How many comparisons one root is worth."""
 MAX_BINDINGS = 4
 """How many guesses are handed to the prover."""
+NEAR = 6
+"""How many operators away from the values of output 0 a further output is looked for."""
 _CAST_HEAD = target_name(CAST)
 
 Binding = dict[Any, Any]
@@ -36,14 +38,15 @@ class Skeleton:
     table: Table
     holes: tuple[int | None, ...]
     """The class of each tensor hole; None where the example left it out."""
-    root: int
+    roots: tuple[int, ...]
+    """The classes of the required outputs."""
     size: int
-    """How many values the pattern has."""
+    """How many values output 0 has."""
 
     @property
     def head(self) -> str:
         """The operator of the pattern's first output."""
-        return self.table.head(self.root)
+        return self.table.head(self.roots[0])
 
 
 def skeletons(fusion: Fusion, decompositions: Decompositions, strict: bool) -> list[Skeleton]:
@@ -65,9 +68,10 @@ def _skeleton(fusion: Fusion, example: Example, decompositions: Decompositions, 
     scalars = SENTINELS[: sum(h.scalar for h in fusion.holes)]
     traced = trace_forward(lambda *t: fusion.call_pattern(t, scalars), metas, decompositions)
     table = number_graph(traced.graph, strict)
-    root = table.class_of[traced.outputs[0]]
+    required = traced.outputs[: len(traced.outputs) - fusion.extra]
+    roots = tuple(table.class_of[o] for o in required)
     holes = tuple(None if p is None else table.class_of[p] for p in traced.inputs)
-    return Skeleton(table, holes, root, len(_reachable(table, root)))
+    return Skeleton(table, holes, roots, len(_reachable(table, roots[0])))
 
 
 def _reachable(table: Table, c: int) -> list[int]:
@@ -96,7 +100,7 @@ def _form(skeleton: Skeleton) -> Any:
         return ("hole", places[c], str(table.dtypes[c])) if c in places else (table.head(c), *[argument(a) for a in table.keys[c][1:]])
 
     absent = tuple(c is None for c in skeleton.holes)
-    return absent, term(skeleton.root)
+    return absent, tuple(term(c) for c in skeleton.roots)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,8 +124,30 @@ class Finder:
         self._blame: tuple[Any, int | None] = (None, None)
 
     def bindings(self, root: int) -> Iterator[Binding]:
-        """Every guess, until the budget is spent."""
-        return self._match(self.skeleton.root, root, {})
+        """Every guess, until the budget is spent; further outputs bind what the first one leaves open."""
+        first, *rest = self.skeleton.roots
+        for bound in self._match(first, root, {}):
+            yield from self._extend(bound, rest)
+
+    def _extend(self, bound: Binding, outputs: list[int]) -> Iterator[Binding]:
+        if not outputs or self.holes <= bound.keys():
+            yield bound
+            return
+        for m in self._near(bound, self.pattern.head(outputs[0])):
+            for extended in self._match(outputs[0], m, bound):
+                yield from self._extend(extended, outputs[1:])
+
+    def _near(self, bound: Binding, head: str) -> list[int]:
+        """Model classes with this operator that are computed, a few steps on, from something already bound."""
+        table = self.model
+        nodes = [n for c in bound.values() if isinstance(c, int) for n in table.members.get(c, ())]
+        found: dict[int, None] = {}
+        seen = set(nodes)
+        for _ in range(NEAR):
+            nodes = [u for n in nodes for u in n.users if u not in seen and u in table.class_of]
+            seen.update(nodes)
+            found.update(dict.fromkeys(c for c in (table.class_of[n] for n in nodes) if table.head(c) == head))
+        return list(found)
 
     # -------------------------------------------------------------------------------------- matching
 

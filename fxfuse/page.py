@@ -10,7 +10,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from .display import Group, Refusal, esc, groups, headline, plain, ranges, refusals
+from .display import Group, Refusal, esc, groups, headline, near, plain, ranges, refusals
 from .report import Failure, Fused, GraphRecord, Report
 
 PANE_LINES = 4000
@@ -101,7 +101,7 @@ def _refused(missed: Sequence[Refusal]) -> str:
     ]
     more = f"<p>... {len(missed) - REFUSALS} more: <code>report.missed</code></p>" if len(missed) > REFUSALS else ""
     table = _table(("found", "fusion", "refused because", "times", "layer", "node", "source"), rows)
-    return f"<details><summary><b>Missed</b>: {sum(r.times for r in missed)}</summary>\n{table}{more}\n</details>"
+    return f"<details><summary><b>Missed</b>: {sum(r.times for r in near(missed))}</summary>\n{table}{more}\n</details>"
 
 
 def _failed(failures: Sequence[Failure]) -> str:
@@ -128,7 +128,7 @@ def lines(code: str) -> list[Line]:
     for raw in code.splitlines():
         text = re.sub(r";\s+(?:\w+ = )+None\s*$", "", raw.strip()).replace("torch.ops.", "")
         if text and not text.startswith("# No stacktrace"):
-            name = re.match(r"(\w+)\s*[:=](?!=)", text)
+            name = re.match(r"(\w+)\s*[:=](?!=)[^;]*$", text)  # no semicolon: that line declares the types of all inputs
             found.append(Line(name[1] if name else "", text))
     return found
 
@@ -167,7 +167,9 @@ def _pane(code: Sequence[Line], regions: Mapping[str, Region], width: int) -> st
 
 
 def _code_line(line: Line, region: Region | None, width: int) -> str:
-    code = esc(line.code, 300)
+    code = esc(line.code, 300 if line.node else 120)
+    if line.code.startswith("#"):
+        return f'{"":{width}}  <span style="opacity:0.6">{code}</span>'
     if region is None:
         return f"{'':{width}}  {code}"
     return f'<mark style="background:{region.tint};color:inherit"><b>{region.number:{width}}</b> ▌{code}</mark>'

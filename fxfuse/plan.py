@@ -170,7 +170,12 @@ class Plan:
     fused: int
     guard: Callable[[Sequence[Any]], bool] | None = None
     """Of a plan built after Dynamo froze its guards: whether it may run on these arguments."""
-    hits: int = 0
+    calls: int = 0
+
+    @property
+    def hits(self) -> int:
+        """Calls that found it built."""
+        return max(self.calls - 1, 0)
 
     @property
     def graph(self) -> str:

@@ -71,6 +71,7 @@ def rewrite(
         _try_fusion(run, fusion)
     if run.fused:
         compat.sort_graph(graph)
+        graph.eliminate_dead_code()
         graph.lint()
     missed = _missed(run)
     record = GraphRecord(

@@ -112,19 +112,41 @@ def find_examples(pattern: Callable[..., Any], holes: Sequence[Hole]) -> list[Ex
     return found
 
 
-def explicit_example(pattern: Callable[..., Any], holes: Sequence[Hole], given: Mapping[str, Any]) -> Example:
-    """The example that the user gave: a shape, a tensor, or None for each tensor hole. Equal sizes are one dimension."""
-    slots: list[Slot | None] = []
+def explicit_examples(pattern: Callable[..., Any], holes: Sequence[Hole], given: Mapping[str, Any]) -> list[Example]:
+    """The examples that the user gave, with and without each optional hole.
+
+    An entry is names of dimensions ("m k"), a shape or a tensor; equal sizes of shapes are one dimension.
+
+    Raises:
+        PatternError: an entry is missing or names an unknown dimension, or the pattern does not run on the example.
+    """
+    slots: list[Slot] = []
     for hole in holes:
-        if hole.scalar:
-            continue
-        if hole.name not in given:
-            raise PatternError(f"pattern {name_of(pattern)}: example= has no entry for {hole.name!r}; it has {sorted(given)}")
-        v = given[hole.name]
-        shape = v.shape if isinstance(v, torch.Tensor) else v
-        dtype = v.dtype if isinstance(v, torch.Tensor) else torch.float32
-        slots.append(None if v is None else Slot(tuple(f"={int(s)}" for s in shape), dtype))
-    return tuple(slots)
+        if not hole.scalar:
+            if hole.name not in given:
+                raise PatternError(f"pattern {name_of(pattern)}: example= has no entry for {hole.name!r}; it has {sorted(given)}")
+            slots.append(_slot(pattern, hole, given[hole.name]))
+    optional = [i for i, h in enumerate(h for h in holes if not h.scalar) if h.optional]
+    examples: list[Example] = []
+    for absent in itertools.chain.from_iterable(itertools.combinations(optional, r) for r in range(len(optional) + 1)):
+        examples.append(tuple(None if i in absent else slot for i, slot in enumerate(slots)))
+    try:
+        _Search(pattern, holes, frozenset(), DTYPES).run(dict(zip([h.name for h in holes if not h.scalar], slots, strict=True)))
+    except Exception as error:
+        first = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise PatternError(f"pattern {name_of(pattern)} does not run on its example=: {first}") from error
+    return examples
+
+
+def _slot(pattern: Callable[..., Any], hole: Hole, given: Any) -> Slot:
+    if isinstance(given, str):
+        dims = tuple(given.split())
+        unknown = [d for d in dims if d not in SIZES]
+        if unknown:
+            raise PatternError(f"pattern {name_of(pattern)}: example= of {hole.name} names {unknown[0]!r}; dimensions are {', '.join(SIZES)}")
+        return Slot(dims)
+    shape, dtype = (given.shape, given.dtype) if isinstance(given, torch.Tensor) else (given, torch.float32)
+    return Slot(tuple(f"={int(s)}" for s in shape), dtype)
 
 
 def extent(dim: str, sizes: Mapping[str, int]) -> int:
@@ -184,7 +206,7 @@ class _Search:
         if self.trials > MAX_TRIALS:
             return
         try:
-            self._run(bound)
+            self.run(bound)
         except _Needed as needed:
             hole = str(needed)
             for slot in self._choices(bound):
@@ -196,7 +218,8 @@ class _Search:
                 None if h.name in self.absent else bound.get(h.name, Slot(MENU[0])) for h in self.holes if not h.scalar
             )
 
-    def _run(self, bound: Mapping[str, Slot]) -> None:
+    def run(self, bound: Mapping[str, Slot]) -> None:
+        """Run the pattern with these holes bound."""
         scalars = iter(SENTINELS)
         arguments: list[Any] = []
         for hole in self.holes:

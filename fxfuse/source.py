@@ -26,6 +26,6 @@ def layer_path(node: Node) -> str:
     if not stack:
         return ""
     path = list(stack.values())[-1][0]
-    path = re.sub(r"^L\['self'\]\.?|^self\.?", "", path)
-    path = re.sub(r"\._modules\['(\w+)'\]", r".\1", path)
-    return re.sub(r"\['?(\w+)'?\]", r".\1", path).lstrip(".").removeprefix("_modules.")
+    path = re.sub(r"\['(\w+)'\]", r".\1", path.replace("_modules", ""))
+    parts = [p for p in re.split(r"[.\[\]]+", path) if p and p not in ("L", "G", "self", "fn", "_orig_mod")]
+    return ".".join(parts)

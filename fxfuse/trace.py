@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from .compat import trace_artifact
-from .display import plain
+from .display import NEAR, plain
 from .report import Failure, GraphRecord, Missed, Report
 
 # torch accepts the name of an importable module in TORCH_LOGS without registration, and no other name.
@@ -31,9 +31,9 @@ def emit(report: Report) -> None:
 def graph_line(graph: GraphRecord) -> str:
     """``joint: fused linear_gelu x4; missed dgrad_add x2 (report.why_not('dgrad_add')); 181 nodes, 4.2 ms``."""
     parts = [f"fused {_counts(f.name for f in graph.fused)}" if graph.fused else "nothing fused"]
-    if graph.missed:
-        best = max(graph.missed, key=lambda m: m.progress)
-        parts.append(f"missed {_counts(m.name for m in graph.missed)} (report.why_not({plain(best.name)!r}))")
+    if near := [m for m in graph.missed if m.progress >= NEAR]:
+        best = max(near, key=lambda m: m.progress)
+        parts.append(f"missed {_counts(m.name for m in near)} (report.why_not({plain(best.name)!r}))")
     parts.append(f"{graph.nodes} nodes, {1e3 * graph.seconds:.1f} ms")
     return f"{plain(graph.kind)}: {'; '.join(parts)}"
 

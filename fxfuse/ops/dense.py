@@ -226,11 +226,13 @@ def _linear_add(x: Tensor, w: Tensor, b: Tensor | None, r: Tensor) -> Tensor:
     return F.linear(x, w, b) + r
 
 
-@define("linear_scale(Tensor x, Tensor w, Tensor? b, float k, Tensor? s, Tensor? r) -> Tensor")
-def _linear_scale(x: Tensor, w: Tensor, b: Tensor | None, k: float, s: Tensor | None, r: Tensor | None) -> Tensor:
+@define("linear_scale(Tensor x, Tensor w, Tensor? b, float k, Tensor? s, Tensor? r, bool save) -> (Tensor, Tensor)")
+def _linear_scale(
+    x: Tensor, w: Tensor, b: Tensor | None, k: float, s: Tensor | None, r: Tensor | None, save: bool
+) -> tuple[Tensor, Tensor]:
     y = F.linear(x, w, b)
-    y = y * k if s is None else y * s
-    return y if r is None else y + r
+    out = y * k if s is None else y * s
+    return out if r is None else out + r, y if save else _nothing(x)
 
 
 @define("matmul_add(Tensor a, Tensor b, Tensor r) -> Tensor")
@@ -248,11 +250,17 @@ def linear_add(x: Tensor, w: Tensor, b: Tensor | None, r: Tensor) -> Tensor:
     return torch.ops.fxfuse.linear_add(x, w, b, r)
 
 
-def linear_scale(x: Tensor, w: Tensor, b: Tensor | None, scale: float | Tensor, r: Tensor | None = None) -> Tensor:
-    """``(x w^T + b) scale + r`` with scale a number, 0-d or (N,). The forward of a fusion: not differentiable by itself."""
+def linear_scale(
+    x: Tensor, w: Tensor, b: Tensor | None, scale: float | Tensor, r: Tensor | None = None, *, save: bool | None = None
+) -> Any:
+    """``(x w^T + b) scale + r`` with scale a number, 0-d or (N,). The forward of a fusion: not differentiable by itself.
+
+    With ``save`` True or False the result is ``(out, unscaled linear or an empty tensor)``.
+    """
     tensor = scale if isinstance(scale, torch.Tensor) else None
     number = 1.0 if isinstance(scale, torch.Tensor) else float(scale)
-    return torch.ops.fxfuse.linear_scale(x, w, b, number, tensor, r)
+    out, unscaled = torch.ops.fxfuse.linear_scale(x, w, b, number, tensor, r, bool(save))
+    return out if save is None else (out, unscaled)
 
 
 def matmul_add(a: Tensor, b: Tensor, r: Tensor) -> Tensor:

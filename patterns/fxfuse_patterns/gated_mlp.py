@@ -18,7 +18,7 @@ def register_separate(kind: str, act: Callable[[Tensor], Tensor]) -> None:
 
     @fxfuse.register_forward_backward_fusion(
         name=f"gated_mlp_{kind}",
-        example={"x": (6, 10), "w_gate": (8, 10), "w_up": (8, 10), "b_gate": (8,), "b_up": (8,)},
+        example={"x": "m k", "w_gate": "n k", "w_up": "n k", "b_gate": "n", "b_up": "n"},
         check_on_register=False,
     )
     def gated_mlp(x, w_gate, w_up, b_gate=None, b_up=None):
@@ -44,7 +44,7 @@ def register_packed(kind: str, act: Callable[[Tensor], Tensor]) -> None:
     """Register ``gated_mlp_packed_<kind>``: one weight with rows [gate; up]."""
 
     @fxfuse.register_forward_backward_fusion(
-        name=f"gated_mlp_packed_{kind}", example={"x": (6, 10), "w": (16, 10), "b": (16,)}, check_on_register=False
+        name=f"gated_mlp_packed_{kind}", example={"x": "m k", "w": "n k", "b": "n"}, check_on_register=False
     )
     def gated_mlp_packed(x, w, b=None):
         gate, up = F.linear(x, w, b).chunk(2, -1)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .activations import ACTIVATIONS, linear_gradients
 
-EXAMPLE = {"x": (6, 10), "w": (8, 10), "b": (8,)}
+EXAMPLE = {"x": "m k", "w": "n k", "b": "n"}
 
 
 def register(kind: str, act: Callable[[Tensor], Tensor]) -> None:
