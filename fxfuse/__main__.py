@@ -212,13 +212,13 @@ def _bench(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"name": fusion.name, "side": fusion.side, "inputs": shapes, "results": rows}, indent=2))
     else:
-        print(f"{fusion.name} ({fusion.side}) on {', '.join(shapes)}")
-        _print_table([(f"  {r['backend']}", r["error"] or f"{r['microseconds']:.1f} us", r["note"]) for r in rows])
+        print(f"{fusion.name} ({fusion.side}) on {', '.join(shapes)}; one thread; so small, this is the cost of a call")
+        _print_table([(r["backend"], r["error"] or f"{r['microseconds']:.1f} us, iqr {r['iqr']:.1f}", r["note"]) for r in rows])
     return 0
 
 
 def _time(backend: str, fusion: Any, inputs: Sequence[Any], seconds: float) -> dict[str, Any]:
-    """Median time of one call of the pattern; of a joint fusion's, with its backward."""
+    """Median time of one call of the pattern, for a joint fusion with its backward; ``iqr`` tells how noisy the machine is."""
     import torch
     from torch.utils.benchmark import Timer
 
@@ -229,14 +229,14 @@ def _time(backend: str, fusion: Any, inputs: Sequence[Any], seconds: float) -> d
         if leaves:
             torch.autograd.grad(out.sum(), leaves)
 
-    row: dict[str, Any] = {"backend": backend, "microseconds": None, "error": "", "note": ""}
+    row: dict[str, Any] = {"backend": backend, "microseconds": None, "iqr": None, "error": "", "note": ""}
     try:
         torch.compiler.reset()
         function = fusion.pattern if backend == "eager" else torch.compile(fusion.pattern, backend=backend)
         with torch.set_grad_enabled(bool(leaves)):
             step()
-            timer = Timer("step()", globals={"step": step}, num_threads=torch.get_num_threads())
-            row["microseconds"] = 1e6 * timer.blocked_autorange(min_run_time=seconds).median
+            measured = Timer("step()", globals={"step": step}).blocked_autorange(min_run_time=seconds)
+        row |= {"microseconds": 1e6 * measured.median, "iqr": 1e6 * measured.iqr}
         row["note"] = _was_fused(fusion) if backend == "fxfuse" else ""
     except Exception as error:  # no C++ compiler here: the other rows still say something
         row["error"] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

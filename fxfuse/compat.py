@@ -314,6 +314,47 @@ def without_dispatch_modes() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def outside_tracing() -> Iterator[None]:
+    """Run real tensors, and compile other things, in the middle of a compile."""
+    from torch._guards import tracing
+
+    with without_dispatch_modes(), tracing(None):
+        yield
+
+
+def size_hint(s: Any) -> int:
+    """A representative number for a size."""
+    if isinstance(s, torch.SymInt):
+        return int(s.node.hint) if s.node.hint is not None else 4096
+    return int(s)
+
+
+def compiled_by_inductor(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], Any]:
+    """``function(*args, **kwargs)`` as Inductor compiles it, as a call without arguments."""
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.utils import _pytree as pytree
+
+    flat, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    places = [i for i, a in enumerate(flat) if isinstance(a, torch.Tensor)]
+
+    def call(*tensors: Any) -> Any:
+        filled = list(flat)
+        for i, t in zip(places, tensors, strict=True):
+            filled[i] = t
+        a, k = pytree.tree_unflatten(filled, spec)
+        return pytree.tree_leaves(function(*a, **k))
+
+    tensors = [flat[i] for i in places]
+    mode = FakeTensorMode()
+    fakes = [mode.from_tensor(t) for t in tensors]
+    gm = make_fx(call, decomposition_table=decompositions())(*fakes)
+    compiled = compile_fx_inner(gm, fakes)
+    return lambda: compiled(list(tensors))
+
+
 def known_true(condition: Any) -> bool:
     """Whether ``condition`` holds for every size, adding no guard."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true

@@ -19,6 +19,7 @@ from torch.fx import GraphModule
 from . import compat, recipe, registry, trace
 from .capture import capture
 from .errors import warn_once
+from .ops.define import on_launch_failure
 from .plan import Plan, PlanInfo, PlanKey, ambient, counters, numerics_flags, structural_hash, versions
 from .report import Failure, Report
 from .settings import Settings
@@ -118,7 +119,8 @@ class Dispatch:
         except Exception as error:
             if not fusions or self.settings.strict or compat.is_control_flow(error) or _is_ours(error):
                 raise
-            run = capture(self.gm, self.example_inputs, self.settings, (), active, Report())  # raises what the model raises
+            report.graphs.clear()
+            run = capture(self.gm, self.example_inputs, self.settings, (), active, report)  # raises what the model raises
             self._fell_back("compile", error, report)
             return run
         return self._guarded(run, active, report) if report.fused and not self.settings.strict else run
@@ -145,7 +147,6 @@ class Dispatch:
 
     def _fell_back(self, stage: str, error: Exception, report: Report) -> None:
         text = f"{type(error).__name__}: {error}".splitlines()[0]
-        report.graphs.clear()
         report.failures.append(Failure(stage, "", text))
         warn_once(f"graph {self.hash} runs unfused, {stage} failed: {text}; options={{'strict': True}} raises instead")
 
@@ -166,6 +167,14 @@ def _is_ours(error: Exception) -> bool:
     from .errors import FusionCountError, OptionError, RecipeError
 
     return isinstance(error, (FusionCountError, OptionError, RecipeError))
+
+
+def _launch_failed(op: str, error: str) -> None:
+    if _reports:
+        _reports[-1].failures.append(Failure("launch", op, error))
+
+
+on_launch_failure.append(_launch_failed)
 
 
 def _remember(report: Report) -> None:

@@ -41,7 +41,7 @@ class LoweringError(FxfuseError):
 
 
 class CacheError(FxfuseError):
-    """A cache folder cannot be used safely."""
+    """A cache folder or a saved report cannot be used safely."""
 
 
 class FusionCountError(FxfuseError):

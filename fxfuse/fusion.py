@@ -60,6 +60,7 @@ class Fusion:
         extra: int = 0,
         example: Mapping[str, Any] | None = None,
         check_on_register: bool = True,
+        holes: tuple[Hole, ...] | None = None,
     ) -> None:
         self.id = next(_ids)
         self.pattern = pattern
@@ -67,7 +68,7 @@ class Fusion:
         self.name = name or pattern.__name__
         self.recipes = tuple(recipes) if recipes is not None else None
         self.extra = extra
-        self.holes: tuple[Hole, ...] = holes_of(pattern)
+        self.holes: tuple[Hole, ...] = holes_of(pattern) if holes is None else holes
         self.pack = registry.loading_pack()
         self.check_on_register = check_on_register
         self._example = example
@@ -76,12 +77,31 @@ class Fusion:
         self._forward: Callable[..., Any] | None = None
         self._backward: Callable[..., Any] | None = None
 
+    @classmethod
+    def composed(
+        cls,
+        pattern: Callable[..., Any],
+        rewrite: Callable[..., Any],
+        side: str,
+        *,
+        name: str,
+        recipes: Sequence[str] | None,
+        holes: tuple[Hole, ...],
+        identity: str,
+        source: str,
+    ) -> Fusion:
+        """A fusion of one place, made from a chain of operators; it is not registered and has no examples."""
+        fusion = cls(pattern, side, name=name, recipes=recipes, holes=holes, check_on_register=False)
+        fusion._rewrite = rewrite
+        fusion.__dict__.update(identity=identity, source=source)
+        return fusion
+
     def __repr__(self) -> str:
         return f"<{self.side} fusion {self.name!r} at {self.source}>"
 
     # -------------------------------------------------------------------------------------- what it is
 
-    @property
+    @functools.cached_property
     def source(self) -> str:
         """``file:line`` of the pattern."""
         code = getattr(self.pattern, "__code__", None)
@@ -136,7 +156,7 @@ class Fusion:
     def call_rewrite(self, tensors: Sequence[Any], scalars: Sequence[float], wanted: Sequence[bool] = ()) -> Any:
         """The rewrite; ``wanted`` says which extra outputs somebody needs, for a rewrite that asks."""
         assert self._rewrite is not None
-        keywords = {"wanted": tuple(wanted)} if "wanted" in inspect.signature(self._rewrite).parameters else {}
+        keywords = {"wanted": tuple(wanted)} if self.extra and "wanted" in inspect.signature(self._rewrite).parameters else {}
         return self._rewrite(*fill_scalars(self.holes, tensors, scalars), **keywords)
 
     def call_forward(self, tensors: Sequence[Any], scalars: Sequence[float], save: bool) -> tuple[Any, tuple[Any, ...]]:

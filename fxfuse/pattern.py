@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.fx import Graph, Node
@@ -161,7 +161,8 @@ class TraceCache:
     long as this cache.
     """
 
-    _static: dict[Any, Any] = {}  # noqa: RUF012
+    LIMIT: ClassVar[int] = 4096
+    _static: ClassVar[dict[Any, Any]] = {}
 
     def __init__(self) -> None:
         self._symbolic: dict[Any, Any] = {}
@@ -172,6 +173,8 @@ class TraceCache:
         cache = self._symbolic if symbolic else self._static
         full = (key, tuple(metadata(m) for m in metas))
         if full not in cache:
+            if len(cache) >= self.LIMIT:
+                cache.clear()
             cache[full] = build()
         return cache[full]
 

@@ -23,6 +23,7 @@ from .source import layer_path, source_line
 from .spellings import COPIES, number_graph
 from .splice import BrokenGraph, Spliced, splice
 from .values import is_tensor
+from .window import Windows
 
 log = logging.getLogger(__name__)
 
@@ -42,14 +43,16 @@ class _Run:
     kind: str
     strict: bool
     by_head: dict[str, list[Node]]
-    fused: list[Fused] = dataclasses.field(default_factory=list)
+    order: dict[Node, int]
+    fused: list[tuple[int, Fused]] = dataclasses.field(default_factory=list)
+    """With the place of its root in the graph."""
     missed: dict[tuple[str, Node], Missed] = dataclasses.field(default_factory=dict)
     nearest: dict[str, tuple[Missed, Node]] = dataclasses.field(default_factory=dict)
     failures: list[Failure] = dataclasses.field(default_factory=list)
 
 
 def rewrite(
-    graph: Graph, fusions: Sequence[Fusion], decompositions: Decompositions, recipe: Recipe, *, strict: bool = False
+    graph: Graph, fusions: Sequence[Fusion | Windows], decompositions: Decompositions, recipe: Recipe, *, strict: bool = False
 ) -> Rewritten:
     """Rewrite a functional aten graph in place.
 
@@ -64,7 +67,7 @@ def rewrite(
     kind, before, nodes = _kind(graph), _code(graph), len(graph.nodes)
     table = number_graph(graph, recipe.numerics == "strict")
     context = Context(graph, table, decompositions, recipe)
-    run = _Run(context, kind, strict, _index(context))
+    run = _Run(context, kind, strict, _index(context), {n: i for i, n in enumerate(graph.nodes)})
     for fusion in fusions:
         if fusion.side == "backward" and not context.has_backward:
             continue
@@ -75,9 +78,13 @@ def rewrite(
         graph.lint()
     missed = _missed(run)
     record = GraphRecord(
-        kind, before, _code(graph) if run.fused else before, tuple(run.fused), missed, nodes, time.perf_counter() - started
+        kind, before, _code(graph) if run.fused else before, _in_graph_order(run.fused), missed, nodes, time.perf_counter() - started
     )
     return Rewritten(record, tuple(run.failures), context.traces)
+
+
+def _in_graph_order(fused: Sequence[tuple[int, Fused]]) -> tuple[Fused, ...]:
+    return tuple(f for _, f in sorted(fused, key=lambda placed: placed[0]))
 
 
 def _kind(graph: Graph) -> str:
@@ -100,8 +107,11 @@ def _index(context: Context) -> dict[str, list[Node]]:
     return by_head
 
 
-def _try_fusion(run: _Run, fusion: Fusion) -> None:
+def _try_fusion(run: _Run, fusion: Fusion | Windows) -> None:
     context = run.context
+    if isinstance(fusion, Windows):
+        _try_windows(run, fusion)
+        return
     try:
         forms = skeletons(fusion, context.decompositions, context.table.strict)
     except Exception as error:
@@ -123,11 +133,25 @@ def _try_fusion(run: _Run, fusion: Fusion) -> None:
             return
 
 
+def _try_windows(run: _Run, windows: Windows) -> None:
+    roots = [n for nodes in run.by_head.values() for n in nodes]
+    try:
+        for root, guess in windows.guesses(run.context, sorted(roots, reverse=True)):
+            faults.point("match")
+            refusal = _attempt(run, guess)
+            if refusal is not None:
+                run.missed[(windows.name, root)] = _refusal(run, windows.name, root, windows.cls.window, refusal)
+    except BrokenGraph:
+        raise
+    except Exception as error:
+        _failed(run, windows, error)
+
+
 def _is_free(context: Context, node: Node) -> bool:
     return not node._erased and node not in context.consumed and DONE not in node.meta
 
 
-def _failed(run: _Run, fusion: Fusion, error: Exception) -> None:
+def _failed(run: _Run, fusion: Fusion | Windows, error: Exception) -> None:
     if run.strict:
         raise error
     text = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -160,7 +184,7 @@ def _try_root(run: _Run, fusion: Fusion, root: Node, usable: Sequence[Skeleton])
                 return
             refusal = outcome
         if refusal is not None:
-            _refused(run, fusion, root, skeleton, refusal)
+            run.missed[(fusion.name, root)] = _refusal(run, fusion.name, root, skeleton.size, refusal)
             best = None
         else:
             mismatch = finder.mismatch()
@@ -178,7 +202,7 @@ def _attempt(run: _Run, guess: Guess) -> Refusal | None:
     spliced = splice(run.context, region, len(run.fused))
     if isinstance(spliced, Refusal):
         return spliced
-    run.fused.append(_fused(run, region, names, spliced))
+    run.fused.append((run.order[region.root], _fused(run, region, names, spliced)))
     return None
 
 
@@ -212,12 +236,10 @@ def _fused(run: _Run, region: Region, names: tuple[tuple[str, ...], tuple[str, .
 # ------------------------------------------------------------------------------------------------ near misses
 
 
-def _refused(run: _Run, fusion: Fusion, root: Node, skeleton: Skeleton, refusal: Refusal) -> None:
+def _refusal(run: _Run, name: str, root: Node, size: int, refusal: Refusal) -> Missed:
     """Every value was found and still the place is left alone: always reported."""
-    size = skeleton.size
-    run.missed[(fusion.name, root)] = Missed(
-        fusion.name, size, size, refusal.reason, refusal.node.name, source_line(refusal.node) or source_line(root), layer_path(root), run.kind
-    )
+    source = source_line(refusal.node) or source_line(root)
+    return Missed(name, size, size, refusal.reason, refusal.node.name, source, layer_path(root), run.kind)
 
 
 def _remember_nearest(run: _Run, fusion: Fusion, root: Node, mismatch: Mismatch) -> None:
@@ -234,7 +256,7 @@ def _remember_nearest(run: _Run, fusion: Fusion, root: Node, mismatch: Mismatch)
 def _missed(run: _Run) -> tuple[Missed, ...]:
     """Refused places that no other fusion took, and the nearest miss of each fusion that came to nothing."""
     refused = [m for (_, root), m in run.missed.items() if _is_free(run.context, root)]
-    fired = {f.name for f in run.fused} | {m.name for m in refused}
+    fired = {f.name for _, f in run.fused} | {m.name for m in refused}
     nearest = [m for name, (m, root) in run.nearest.items() if name not in fired and _is_free(run.context, root)]
     return tuple(refused + nearest)
 

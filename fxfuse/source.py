@@ -27,5 +27,7 @@ def layer_path(node: Node) -> str:
         return ""
     path = list(stack.values())[-1][0]
     path = re.sub(r"\['(\w+)'\]", r".\1", path.replace("_modules", ""))
-    parts = [p for p in re.split(r"[.\[\]]+", path) if p and p not in ("L", "G", "self", "fn", "_orig_mod")]
-    return ".".join(parts)
+    parts = [p for p in re.split(r"[.\[\]]+", path) if p and p != "_orig_mod"]
+    if parts[:1] in (["L"], ["G"]):  # a local or global variable of the compiled function, and its name
+        parts = parts[2:]
+    return ".".join(p for p in parts if p != "self")

@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 
+from .. import faults
+from ..errors import warn_once
+
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 _library = torch.library.Library("fxfuse", "FRAGMENT")  # lives as long as the process: the definitions go with it
 
@@ -51,6 +54,33 @@ OPS: dict[Any, FusedOp] = {}
 """Every fused operator by its overload."""
 
 
+on_launch_failure: list[Callable[[str, str], None]] = []
+"""Called with the operator's name and the error when a kernel fails to launch."""
+_failed: set[tuple[Any, ...]] = set()
+
+
+def launch(name: str, kernel: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
+    """``kernel``, and where it raises ``reference`` from then on for these shapes, with one warning."""
+
+    def call(*args: Any) -> Any:
+        shapes = tuple(a.shape if isinstance(a, torch.Tensor) else None for a in args) if _failed else ()
+        if (name, shapes) in _failed:
+            return reference(*args)
+        try:
+            faults.point("launch")
+            return kernel(*args)
+        except Exception as error:
+            result = reference(*args)  # raises the same where the arguments are at fault
+            _failed.add((name, tuple(a.shape if isinstance(a, torch.Tensor) else None for a in args)))
+            text = f"{type(error).__name__}: {error}".splitlines()[0]
+            for told in on_launch_failure:
+                told(name, text)
+            warn_once(f"fxfuse::{name} failed to launch, its reference runs instead: {text}", cause=f"launch:{name}")
+            return result
+
+    return call
+
+
 def define(schema: str) -> Callable[[Callable[..., Any]], FusedOp]:
     """Decorator: define ``fxfuse::<schema>`` by its reference function."""
 
@@ -59,6 +89,8 @@ def define(schema: str) -> Callable[[Callable[..., Any]], FusedOp]:
         if not hasattr(torch.ops.fxfuse, name):  # a reloaded module finds its operator defined
             _library.define(schema, tags=TAGS)
             _library.impl(name, reference, "CompositeExplicitAutograd")
+            for device in ("CPU", "CUDA"):
+                _library.impl(name, launch(name, reference, reference), device)
         op = FusedOp(getattr(torch.ops.fxfuse, name).default, reference)
         OPS[op.overload] = op
         return op

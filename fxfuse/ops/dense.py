@@ -48,6 +48,24 @@ def _linear_act(x: Tensor, w: Tensor, b: Tensor | None, act: str, save: bool) ->
     return kind.forward(pre), pre if save and not kind.keeps_output else _nothing(x)
 
 
+def _no_addmm_activation(x: Tensor, w: Tensor, b: Tensor | None, act: str, save: bool) -> str | None:
+    """Why the vendor's GEMM with bias and activation in its epilogue cannot be used."""
+    if act not in ("relu", "gelu_tanh"):
+        return f"cuBLASLt has no {act} epilogue"
+    if save and act != "relu":
+        return "the pre-activation is needed, the epilogue does not give it"
+    if b is None or x.dim() < 2 or x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return "it takes a bias and 16- or 32-bit floats"
+    return None
+
+
+@_linear_act.candidate("extern", _no_addmm_activation)
+def _linear_act_extern(x: Tensor, w: Tensor, b: Tensor | None, act: str, save: bool) -> tuple[Tensor, Tensor]:
+    assert b is not None
+    out = torch.ops.aten._addmm_activation(b, _rows(x), w.t(), use_gelu=act == "gelu_tanh")
+    return out.view(*x.shape[:-1], w.shape[0]), _nothing(x)
+
+
 @define("act_backward(Tensor grad, Tensor kept, str act, bool bias) -> (Tensor, Tensor)")
 def _act_backward(grad: Tensor, kept: Tensor, act: str, bias: bool) -> tuple[Tensor, Tensor]:
     d = activation(act).backward(grad, kept)

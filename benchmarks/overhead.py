@@ -1,0 +1,107 @@
+"""What fxfuse costs at run time, against Inductor in the same process.
+
+    python benchmarks/overhead.py
+
+call    microseconds of one call of a tiny compiled function: what our dispatch adds
+step    one training step of the demo model; the two are run in turn and compared by the median
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils.benchmark import Timer
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "examples"), str(ROOT), str(ROOT / "patterns")]
+
+from language_model import LanguageModel  # noqa: E402
+from record import record  # noqa: E402
+
+BACKENDS = ("inductor", "fxfuse")
+
+
+def compiled_with(backend: str, make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+    return torch.compile(make(), backend=backend, options={"fallback_random": True})
+
+
+def tiny_function() -> Callable[[torch.Tensor], torch.Tensor]:
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x + x
+
+    return double
+
+
+def call_table(rounds: int) -> list[dict[str, Any]]:
+    x = torch.randn(8)
+    timers = {}
+    for backend in BACKENDS:
+        function = compiled_with(backend, tiny_function)
+        torch.testing.assert_close(function(x), x + x)
+        timers[backend] = Timer("f(x)", globals={"f": function, "x": x})
+    us: dict[str, list[float]] = {backend: [] for backend in BACKENDS}
+    for i in range(rounds):
+        for backend in BACKENDS if i % 2 else reversed(BACKENDS):
+            us[backend].append(timers[backend].blocked_autorange(min_run_time=0.3).median * 1e6)
+    median = {backend: statistics.median(found) for backend, found in us.items()}
+    base = median["inductor"]
+    return [{"backend": b, "median us a call": median[b], "least us": min(us[b]), "added us": median[b] - base} for b in BACKENDS]
+
+
+def new_model() -> LanguageModel:
+    torch.manual_seed(0)
+    return LanguageModel().to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def train_step(model: Callable[..., Any], tokens: torch.Tensor, targets: torch.Tensor) -> float:
+    """Seconds of one forward and backward."""
+    torch.manual_seed(1)
+    start = time.perf_counter()
+    loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+    loss.backward()
+    loss.item()  # waits for the GPU
+    return time.perf_counter() - start
+
+
+def step_table(rounds: int) -> list[dict[str, Any]]:
+    models = {backend: new_model() for backend in BACKENDS}
+    compiled = {backend: compiled_with(backend, lambda m=model: m) for backend, model in models.items()}
+    device = next(models["fxfuse"].parameters()).device
+    tokens, targets = torch.randint(256, (2, 32, 64), device=device)
+    for _ in range(3):
+        for backend in BACKENDS:
+            train_step(compiled[backend], tokens, targets)
+    ms: dict[str, list[float]] = {backend: [] for backend in BACKENDS}
+    for i in range(rounds):
+        for backend in BACKENDS if i % 2 else reversed(BACKENDS):
+            ms[backend].append(train_step(compiled[backend], tokens, targets) * 1e3)
+    # Same seed, same weights, same sum of gradients: a wrong contender gets no time.
+    for a, b in zip(models["inductor"].parameters(), models["fxfuse"].parameters(), strict=True):
+        error = (a.grad - b.grad).norm() / a.grad.norm()
+        assert error < 1e-4, f"gradients differ by {error:.1e}"
+    median = {backend: statistics.median(found) for backend, found in ms.items()}
+    base = median["inductor"]
+    return [{"backend": b, "median ms": median[b], "least ms": min(ms[b]), "to Inductor": median[b] / base} for b in BACKENDS]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tables", nargs="*", default=["call", "step"], help="call, step (both)")
+    parser.add_argument("--rounds", type=int, default=40)
+    args = parser.parse_args()
+    if "call" in args.tables:
+        record("overhead_call", "one call of a tiny function, CPU", call_table(max(4, args.rounds // 4)))
+    if "step" in args.tables:
+        record("overhead_step", f"one training step of the demo model, {args.rounds} rounds in turn", step_table(args.rounds))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""The examples, run as a newcomer runs them; a warning is a failure."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PATHS = os.pathsep.join(map(str, (ROOT, ROOT / "patterns")))
+
+TORCH_ITSELF = "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"
+"""torch 2.13 warns about itself when Inductor is imported."""
+
+
+def run_example(name: str, *args: str, folder: Path, **environment: str) -> str:
+    """Run ``examples/name`` in ``folder``; what it printed."""
+    command = [sys.executable, "-W", "error", "-W", TORCH_ITSELF, str(ROOT / "examples" / name), *args]
+    variables = os.environ | {"PYTHONPATH": PATHS} | environment
+    done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=540)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def largest_difference(output: str) -> float:
+    found = re.search(r"largest relative difference of the loss in \d+ steps: (\S+)", output)
+    assert found, output
+    return float(found[1])
+
+
+def test_quickstart_with_rewritten_graphs_run_by_torch(tmp_path: Path) -> None:
+    printed = run_example("01_quickstart.py", "--steps", "3", "--batch", "2", folder=tmp_path, FXFUSE_LOWER="eager")
+    assert largest_difference(printed) < 1e-4
+    for layers, fusion in (("0,3", "linear_gelu"), ("1,4", "gated_mlp_silu"), ("2,5", "gated_mlp_packed_silu")):
+        assert re.search(rf"layers\.{{{layers}}}\.mlp +{fusion} x2 +forward\+backward", printed), printed
+    assert "missed" in printed
+    assert "layers." in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.inductor
+@pytest.mark.slow
+def test_quickstart_through_inductor(tmp_path: Path) -> None:
+    printed = run_example("01_quickstart.py", "--steps", "3", "--batch", "2", folder=tmp_path)
+    assert largest_difference(printed) < 1e-4
+    assert (tmp_path / "report.html").exists()
+
+
+def test_write_a_fusion(tmp_path: Path) -> None:
+    printed = run_example("02_write_a_fusion.py", folder=tmp_path)
+    refusal = printed.splitlines()[1]
+    assert "PatternError" in refusal and "squared_relu_linear_wrong" in refusal and "02_write_a_fusion.py:" in refusal
+    assert "squared_relu_linear fused 2 times" in printed
+    assert "in_features 24 is not a multiple of 16" in printed
+
+
+def test_why_not(tmp_path: Path) -> None:
+    printed = run_example("03_why_not.py", folder=tmp_path)
+    answers = printed.strip().split("\n\n")
+    assert len(answers) == 8
+    for answer in answers:
+        case, *lines = answer.splitlines()
+        assert "did not fire. Nearest" in lines[0], answer
+        assert "03_why_not.py:" in answer, f"{case}: no source line"
+
+
+def test_pattern_pack_installs_and_loads_when_named(tmp_path: Path) -> None:
+    """Installed for real, beside an fxfuse that does not know it; its fusion fires only when the pack is named."""
+    target = tmp_path / "site"
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
+    copy = shutil.copytree(ROOT / "examples" / "pattern_pack", tmp_path / "pack")
+    subprocess.run([*install, "--target", str(target), str(copy)], check=True, timeout=120)
+    program = (
+        "import torch, fxfuse, torch.nn.functional as F\n"
+        "report = fxfuse.explain(lambda x, w: F.softplus(F.linear(x, w)))(torch.randn(4, 8), torch.randn(6, 8))\n"
+        "print(report.count('linear_softplus'))"
+    )
+    for packs, count in (("", "0"), ("example", "1")):
+        variables = os.environ | {"PYTHONPATH": f"{PATHS}{os.pathsep}{target}", "FXFUSE_PACKS": packs}
+        done = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True, timeout=120)
+        assert done.stdout.strip() == count, done.stdout + done.stderr
