@@ -85,6 +85,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--sample", type=int, default=300, help="how many bytes the trained model writes")
     parser.add_argument("--report", default="report.html", help="where the report is written")
     args = parser.parse_args()
 
@@ -112,11 +113,12 @@ def main() -> None:
     print(f"a step takes {eager.typical * 1e3:.1f} ms in eager, {fused.typical * 1e3:.1f} ms with fxfuse", end="")
     print(f", whose first step took {fused.first:.1f} s (compilation)")
 
-    sample = continue_text(fused_model.eval(), b"The statement ", 300).decode(errors="replace")
+    sample = continue_text(fused_model.eval(), b"The statement ", args.sample).decode(errors="replace")
     print("\nthe model goes on:\n" + textwrap.fill(sample, 100) + "\n")
 
     report = fxfuse.last_report()
     print(report)
+    print(f"\n{report.why_not('linear_add')}")  # the attention's residual: a dropout stands before it
     report.save(args.report)
     print(f"\nthe report, with the graphs before and after: {args.report}")
 

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 VOCABULARY = 256  # one symbol a byte
+SOFT_CAP = 15.0
 
 
 class Attention(nn.Module):
@@ -107,7 +108,8 @@ class LanguageModel(nn.Module):
         x = self.dropout(self.embed(tokens) + self.position[: tokens.shape[1]])
         for layer in self.layers:
             x = layer(x)
-        return F.linear(self.norm(x), self.embed.weight)
+        logits = F.linear(self.norm(x), self.embed.weight) * (1 / SOFT_CAP)
+        return SOFT_CAP * torch.tanh(logits)  # Gemma 2's cap
 
 
 @torch.no_grad()

@@ -63,11 +63,14 @@ def capture(
         for user_pass in settings.user_passes:
             user_pass(graph)
 
-    patches = {**settings.inductor, OUR_PASS: compat.graph_pass(transform, _uuid(settings, fusions, recipe))}
-    if recipe.numerics == "strict":
-        patches["emulate_precision_casts"] = True
-    inner = functools.partial(_inner_compile, settings=settings, report=report)
-    compiled = compat.compile_fx(copy.deepcopy(gm), example_inputs, inner, patches, table)
+    compile_graph = functools.partial(_compile_graph, settings=settings, report=report)
+    if settings.lower == "eager":
+        compiled = compat.aot_eager(copy.deepcopy(gm), example_inputs, transform, compile_graph, table)
+    else:
+        patches = {**settings.inductor, OUR_PASS: compat.graph_pass(transform, _uuid(settings, fusions, recipe))}
+        if recipe.numerics == "strict":
+            patches["emulate_precision_casts"] = True
+        compiled = compat.compile_fx(copy.deepcopy(gm), example_inputs, compile_graph, patches, table)
     if settings.expect is not None:
         check_expectation(report.graphs, dict(settings.expect), report.failures)
     return compiled
@@ -82,20 +85,16 @@ def _uuid(settings: Settings, fusions: Sequence[Fusion], recipe: Recipe) -> Any:
     return repr((source_hash(), identities, recipe, settings.lower, settings.autotune, sorted(deferred.DEFERRED_NAMES), users))
 
 
-def _inner_compile(gm: GraphModule, example_inputs: Sequence[Any], *, settings: Settings, report: Report, **kwargs: Any) -> Compiled:
+def _compile_graph(gm: GraphModule, example_inputs: Sequence[Any], *, settings: Settings, report: Report, **kwargs: Any) -> Compiled:
     """Compile one forward or backward graph; a backward that fails later than its forward must still run."""
     backward = bool(kwargs.get("is_backward"))
-    if settings.lower == "eager":
-        compile_graph: Compiled = lambda g, _inputs, **_kw: compat.boxed(g.forward)  # noqa: E731
-    else:
-        compile_graph = compat.compile_fx_inner
     if not backward or not _has_fused(gm):
         faults.point("backward" if backward else "compile")
-        return compile_graph(gm, example_inputs, **kwargs)
+        return _compiled(gm, example_inputs, settings, kwargs)
     unfused = copy.deepcopy(gm)
     try:
         faults.point("backward")
-        return compile_graph(gm, example_inputs, **kwargs)
+        return _compiled(gm, example_inputs, settings, kwargs)
     except Exception as error:
         if settings.strict or compat.is_control_flow(error):
             raise
@@ -103,6 +102,12 @@ def _inner_compile(gm: GraphModule, example_inputs: Sequence[Any], *, settings: 
         report.failures.append(Failure("backward", "", text))
         warn_once(f"compiling the fused backward failed, torch runs it instead: {text}; options={{'strict': True}} raises")
         return compat.boxed(unfused.forward)
+
+
+def _compiled(gm: GraphModule, example_inputs: Sequence[Any], settings: Settings, kwargs: dict[str, Any]) -> Compiled:
+    if settings.lower == "eager":
+        return compat.boxed(gm.forward)
+    return compat.compile_fx_inner(gm, example_inputs, **kwargs)
 
 
 def _has_fused(gm: GraphModule) -> bool:

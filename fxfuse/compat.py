@@ -19,6 +19,8 @@ REGISTRY = "torch._dynamo.backends.registry"
 #: Every private name used below, for ``probe``.
 PRIVATE_NAMES: dict[str, str] = {
     "compile_fx": "torch._inductor.compile_fx:compile_fx",
+    "aot_autograd": "torch._dynamo.backends.common:aot_autograd",
+    "partitioner": "torch._functorch.partitioners:min_cut_rematerialization_partition",
     "compile_fx_inner": "torch._inductor.compile_fx:compile_fx_inner",
     "decompositions": "torch._inductor.decomposition:select_decomp_table",
     "dynamo_exceptions": "torch._dynamo.exc:TorchDynamoException",
@@ -80,6 +82,45 @@ def compile_fx(
         return compile_fx(
             gm, example_inputs, inner_compile=inner_compile, config_patches=config_patches, decompositions=decompositions
         )
+
+
+def aot_eager(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    transform: Callable[[Graph], None],
+    compile_graph: Callable[..., Any],
+    decompositions: dict[Any, Callable[..., Any]],
+) -> Callable[..., Any]:
+    """AOTAutograd without Inductor: the same joint graph, the same partitioner, and torch runs what comes out."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch import config as functorch_config
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    def transform_all(module: GraphModule) -> None:
+        for child in module.children():
+            if isinstance(child, GraphModule):
+                transform_all(child)
+        transform(module.graph)
+        module.recompile()
+
+    def partition(joint: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        transform_all(joint)
+        return min_cut_rematerialization_partition(joint, inputs, **kwargs)
+
+    def inference(graph: GraphModule, inputs: Sequence[Any]) -> Any:
+        transform_all(graph)
+        return compile_graph(graph, inputs)
+
+    compiler = aot_autograd(
+        fw_compiler=compile_graph,
+        bw_compiler=lambda graph, inputs: compile_graph(graph, inputs, is_backward=True),
+        inference_compiler=inference,
+        partition_fn=partition,
+        decompositions=decompositions,
+        keep_inference_input_mutations=True,
+    )
+    with functorch_config.patch(enable_autograd_cache=False):
+        return compiler(gm, example_inputs)
 
 
 def compile_fx_inner(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:

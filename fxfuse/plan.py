@@ -16,6 +16,7 @@ import torch
 from torch.fx import GraphModule
 
 from .recipe import Recipe
+from .report import Report
 
 # ------------------------------------------------------------------------------------------------ the structural hash
 
@@ -168,6 +169,7 @@ class Plan:
     run: Callable[..., Any]
     seconds: float
     fused: int
+    report: Report
     guard: Callable[[Sequence[Any]], bool] | None = None
     """Of a plan built after Dynamo froze its guards: whether it may run on these arguments."""
     calls: int = 0

@@ -347,7 +347,7 @@ def _check_liveness(context: Context, guess: Guess, region: Region, outputs: lis
         if n.target in LAYOUT_ONLY and n not in region.roots and (layout_source(n, given, table) or layout_source(n, required, table))
     }
     offered = extra_places(region, outputs, table) if guess.fusion.extra else {}
-    region.gone = without_users(everything, rerouted | set(offered), everything)
+    region.gone = without_users(everything, rerouted | set(offered), layouts)
     region.extras = offered
     left = survivors(region, given, layouts, table)
     bad = [n for n in left if not (offered and n.target in CHEAP)]

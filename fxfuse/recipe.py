@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from . import registry
 from .errors import RecipeError
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
@@ -54,7 +55,8 @@ class Recipe:
 
 _BY_NAME: dict[str, Recipe] = {"default": Recipe(), "strict": Recipe(numerics="strict")}
 _default: Recipe = _BY_NAME["default"]
-_active: contextvars.ContextVar[Recipe | None] = contextvars.ContextVar("fxfuse_recipe", default=None)
+active: contextvars.ContextVar[Recipe | None] = contextvars.ContextVar("fxfuse_recipe", default=None)
+"""What ``use_recipe`` entered in this thread and task."""
 
 
 def as_recipe(value: Any, where: str = "recipe") -> Recipe:
@@ -70,21 +72,22 @@ def as_recipe(value: Any, where: str = "recipe") -> Recipe:
 
 def current_recipe() -> Recipe:
     """The recipe that a compiled call would use now, in this thread and task."""
-    return _active.get() or _default
+    return active.get() or _default
 
 
 def set_default_recipe(recipe: Recipe | str) -> None:
     """The recipe of every thread and task that has not entered ``use_recipe``."""
     global _default
     _default = as_recipe(recipe, "set_default_recipe")
+    registry.touch()
 
 
 @contextlib.contextmanager
 def use_recipe(recipe: Recipe | str) -> Iterator[Recipe]:
     """Compiled calls inside use ``recipe``: another plan, not another Dynamo compilation."""
     chosen = as_recipe(recipe, "use_recipe")
-    token = _active.set(chosen)
+    token = active.set(chosen)
     try:
         yield chosen
     finally:
-        _active.reset(token)
+        active.reset(token)

@@ -116,12 +116,11 @@ def slice_back(roots: Iterable[Node], stop: Callable[[Node], bool]) -> tuple[set
     return inside, boundary
 
 
-def without_users(nodes: Iterable[Node], rerouted: Iterable[Node], within: set[Node]) -> set[Node]:
-    """Those of ``nodes`` that become useless when the outside users of ``rerouted`` read something else."""
+def without_users(nodes: set[Node], rerouted: set[Node], layouts: set[Node]) -> set[Node]:
+    """Those of ``nodes`` that become useless when ``rerouted`` are read from elsewhere, by outside users and by ``layouts``."""
     gone: set[Node] = set()
-    moved = set(rerouted)
     for node in sorted(nodes, reverse=True):
-        if all(user in gone or (node in moved and user not in within) for user in node.users):
+        if all(user in gone or (node in rerouted and (user not in nodes or user in layouts)) for user in node.users):
             gone.add(node)
     return gone
 

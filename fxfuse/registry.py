@@ -22,9 +22,18 @@ SIDES = ("joint", "backward", "forward")
 """The order in which fusions are tried."""
 
 _lock = threading.RLock()
+
+
+class _Version:
+    """A number that changes whenever compiled models must look for their plan again."""
+
+    number = 0
+
+
+version = _Version()
 _fusions: list[Fusion] = []
-_version = 0
-_disabled: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar("fxfuse_disabled", default=frozenset())
+disabled: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar("fxfuse_disabled", default=frozenset())
+"""Names that ``disable`` has switched off in this thread and task."""
 _packs: dict[str, str] = {}
 """Pack name -> "" when loaded, else why it failed."""
 _loading: contextvars.ContextVar[str] = contextvars.ContextVar("fxfuse_loading", default="")
@@ -64,20 +73,9 @@ def remove(fusion: Fusion) -> None:
 
 
 def touch() -> None:
-    """Say that the set of fusions has changed: the next call of a compiled model looks for another plan."""
-    global _version
+    """Say that the set of fusions has changed: the next call of a compiled model looks for its plan again."""
     with _lock:
-        _version += 1
-
-
-def version() -> int:
-    """A number that changes with the set of fusions."""
-    return _version
-
-
-def disabled() -> frozenset[str]:
-    """Names that ``disable`` has switched off in this thread and task."""
-    return _disabled.get()
+        version.number += 1
 
 
 def find(name: str) -> Fusion | None:
@@ -94,7 +92,7 @@ def list_fusions() -> list[Fusion]:
 
 def active(only: Sequence[str] | None = None, without: Sequence[str] = ()) -> tuple[Fusion, ...]:
     """The fusions that may fire now."""
-    off = disabled() | set(without)
+    off = disabled.get() | set(without)
     return tuple(f for f in list_fusions() if f.ready and f.name not in off and (only is None or f.name in only))
 
 
@@ -114,11 +112,11 @@ def disable(*names: str) -> Iterator[None]:
     for name in names:
         if name not in {f.name for f in list_fusions()}:
             raise PatternError(f"disable({name!r}): no such fusion{suggestion(name)}")
-    token = _disabled.set(_disabled.get() | set(names))
+    token = disabled.set(disabled.get() | set(names))
     try:
         yield
     finally:
-        _disabled.reset(token)
+        disabled.reset(token)
 
 
 # ------------------------------------------------------------------------------------------------ packs

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from .errors import PatternError
 
@@ -99,7 +100,7 @@ def find_examples(pattern: Callable[..., Any], holes: Sequence[Hole]) -> list[Ex
     for absent in itertools.chain.from_iterable(itertools.combinations(optional, r) for r in range(len(optional) + 1)):
         for dtypes in ((torch.float32,), DTYPES):
             search = _Search(pattern, holes, frozenset(absent), dtypes)
-            examples = list(itertools.islice(search.solutions({}), MAX_EXAMPLES))
+            examples = _one_of_each_rank(search.solutions({}))
             if examples:
                 break
         found += examples
@@ -110,6 +111,15 @@ def find_examples(pattern: Callable[..., Any], holes: Sequence[Hole]) -> list[Ex
             f"pass example={{{shapes}}}"
         )
     return found
+
+
+def _one_of_each_rank(solutions: Iterator[Example]) -> list[Example]:
+    found: dict[Any, Example] = {}
+    for example in itertools.islice(solutions, 4 * MAX_EXAMPLES):
+        found.setdefault(tuple(s and (len(s.dims), s.dtype) for s in example), example)
+        if len(found) == MAX_EXAMPLES:
+            break
+    return list(found.values())
 
 
 def explicit_examples(pattern: Callable[..., Any], holes: Sequence[Hole], given: Mapping[str, Any]) -> list[Example]:
@@ -191,6 +201,17 @@ def _unbound(hole: str) -> torch.Tensor:
     return tensor
 
 
+class _VectorBias(TorchFunctionMode):
+    """torch takes a matrix as the bias of a linear; a fusion's bias is a vector."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        bias = args[2] if len(args) > 2 else kwargs.get("bias")
+        if func is torch.nn.functional.linear and bias is not None and not isinstance(bias, _Unbound) and bias.dim() != 1:
+            raise ValueError("the bias of a linear is a vector")
+        return func(*args, **kwargs)
+
+
 class _Search:
     """Depth-first search for shapes; one hole is one level."""
 
@@ -232,7 +253,8 @@ class _Search:
                 arguments.append(torch.empty(shape_of(slot), dtype=slot.dtype, device="meta"))
             else:
                 arguments.append(_unbound(hole.name))
-        self.pattern(*arguments)
+        with _VectorBias():
+            self.pattern(*arguments)
 
     def _choices(self, bound: Mapping[str, Slot]) -> list[Slot]:
         """A new shape first (a swap of equal shapes shows nothing), then shapes in use, then the other new ones."""

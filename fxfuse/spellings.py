@@ -37,6 +37,8 @@ VIEWS = frozenset(
 PERMUTES = frozenset({aten.permute.default, aten.t.default, aten.transpose.int})
 LAYOUT_ONLY = VIEWS | COPIES | PERMUTES | {aten.expand.default}
 """Operators that move no information: their result holds the elements of their operand."""
+OTHER_RANK = frozenset({aten.select_backward.default, aten.unfold_backward.default, aten.unsqueeze_copy.default})
+"""Operators whose ``dim`` does not count the dimensions of their first argument."""
 SPLITS = frozenset({aten.split.Tensor, aten.split_with_sizes.default})
 COLLECTIVE_NAMESPACES = frozenset({"_c10d_functional", "c10d_functional", "c10d", "_dtensor", "fsdp"})
 
@@ -95,17 +97,24 @@ def mutated_arguments(node: Node) -> Iterator[Node]:
 
 
 def _sharing_memory(node: Node) -> Iterator[Node]:
-    base = node
-    while base.op == "call_function" and base.target in LAYOUT_ONLY and isinstance(base.args[0], Node):
-        base = base.args[0]
-    pending = [base, node]
+    pending = [node]
     seen: set[Node] = set()
     while pending:
         n = pending.pop()
         if n not in seen:
             seen.add(n)
             yield n
-            pending += [u for u in n.users if u.op == "call_function" and u.target in LAYOUT_ONLY | SPLITS | {aten.slice.Tensor}]
+            pending += n.all_input_nodes if _may_be_view(n) else []
+            pending += [u for u in n.users if _may_be_view(u)]
+
+
+def _may_be_view(node: Node) -> bool:
+    """Whether a call's result may share memory with its arguments."""
+    if node.op != "call_function":
+        return False
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return node.target is operator.getitem
+    return node.target in LAYOUT_ONLY or any(r.alias_info is not None for r in node.target._schema.returns)
 
 
 def arguments(node: Node) -> list[tuple[str, Any]]:
@@ -141,7 +150,7 @@ def _generic(table: Table, node: Node, env: Env) -> int:
     for name, argument in arguments(node):
         if name in ("pin_memory", "requires_grad"):
             continue
-        if name == "dim" and node.args and is_tensor(node.args[0]):
+        if name == "dim" and node.target not in OTHER_RANK and node.args and is_tensor(node.args[0]):
             rank = max(value(node.args[0]).dim(), 1)
             if is_size(argument):
                 argument = argument % rank
@@ -220,7 +229,7 @@ def _bmm(table: Table, node: Node, env: Env) -> int | None:
     if size(value(node).shape[0]) == "1":
         product = table.matmul(table.view(a, table.shape(a)[1:]), table.view(b, table.shape(b)[1:]))
         return table.view(product, value(node).shape)
-    if table.head(b) == EXPAND and len(table.shape(table.operand(b, 0))) == 2:
+    if table.head(b) == EXPAND and sizes(table.shape(table.operand(b, 0))) == sizes(table.shape(b)[1:]):
         return table.matmul(a, table.operand(b, 0))
     return None
 
@@ -269,6 +278,8 @@ def _pow(table: Table, node: Node, env: Env) -> int | None:
     if k not in (1, 2) or not value(node).dtype.is_floating_point:
         return None
     c = env(node.args[0])
+    if table.dtypes[c] != value(node).dtype:
+        return None  # an integer to the power of a float
     return c if k == 1 else table.intern((SQUARE, ref(c)), value(node).shape, value(node).dtype)
 
 
@@ -281,7 +292,7 @@ def _sum(table: Table, node: Node, env: Env) -> int | None:
 
 def _getitem(table: Table, node: Node, env: Env) -> int | None:
     source, i = node.args
-    if not isinstance(source, Node) or source.target not in SPLITS or not isinstance(i, int):
+    if not isinstance(source, Node) or source.target not in SPLITS or not isinstance(i, int) or i < 0:
         return None
     shape = value(node).shape
     dim = (source.args[2] if len(source.args) > 2 else source.kwargs.get("dim", 0)) % len(shape)
@@ -345,7 +356,7 @@ def _full(table: Table, node: Node, env: Env) -> int | None:
         k = named["s"]
     number = _number(k)
     v = value(node)
-    return None if number is None else table.fill(number, v.shape, v.dtype, v.device)
+    return None if number is None or number != k else table.fill(number, v.shape, v.dtype, v.device)
 
 
 def _where(table: Table, node: Node, env: Env) -> int | None:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from . import compat
 from .pattern import Traced, same_shape_and_dtype, trace_forward, trace_joint
 from .region import DONE, Context, Refusal, Region, is_backward
-from .spellings import CAST, number
+from .spellings import CAST, LAYOUT_ONLY, number
 from .values import is_tensor, metadata, size, value
 
 aten = torch.ops.aten
@@ -116,9 +116,16 @@ def _trace_differentiable(context: Context, region: Region, metas: Sequence[Any]
     forward = tuple(n for n in _calls(traced) if n in traced.forward)
     backward = tuple(n for n in _calls(traced) if n not in traced.forward)
     used_later = {a for n in backward for a in n.all_input_nodes}
-    saved = tuple(n for n in forward if n in used_later and is_tensor(n) and n is not traced.outputs[0])
+    saved = tuple(n for n in forward if n in used_later and is_tensor(n) and not _is_known(n, traced))
     gradients = tuple(g for g, m in zip(traced.grads, region.mask, strict=True) if m)
     return _Replacement(traced, forward, traced.outputs, saved, traced, backward, gradients)
+
+
+def _is_known(node: Node, traced: Traced) -> bool:
+    """Whether a value is the output, or an input in another layout: keeping it costs nothing."""
+    while node.op == "call_function" and node.target in LAYOUT_ONLY and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node.op == "placeholder" or node is traced.outputs[0]
 
 
 def _trace_explicit(context: Context, region: Region, metas: Sequence[Any]) -> _Replacement:

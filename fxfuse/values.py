@@ -64,8 +64,8 @@ def metadata(x: Any) -> tuple[Any, ...] | None:
 
 
 def is_power_of_two(k: float) -> bool:
-    """Whether multiplying by ``k`` is exact in every binary float format (range aside)."""
-    return k != 0 and math.isfinite(k) and math.frexp(abs(k))[0] == 0.5
+    """Whether multiplying by ``k``, and dividing by it, is exact in every binary float format (range of the result aside)."""
+    return 0.5**126 <= abs(k) <= 2.0**126 and math.frexp(abs(k))[0] == 0.5
 
 
 def ref(c: int) -> Arg:
@@ -271,12 +271,13 @@ class Table:
 
     def add(self, a: int, b: int, shape: Sequence[Any], dtype: torch.dtype) -> int:
         """``a + b``."""
+        a, b = sorted((a, b))
         if not self.strict:
             for p, q in ((a, b), (b, a)):
                 if p != q and self.takes_bias(p, q):
                     return self.with_bias(p, q)
             if dtype.is_floating_point:
-                silu = self._silu_backward(a, b)
+                silu = self._silu_backward(a, b, shape, dtype)
                 if silu is not None:
                     return silu
         if a == b and dtype.is_floating_point and self.dtypes[a] == dtype:
@@ -290,6 +291,8 @@ class Table:
     def _joined_pads(self, a: int, b: int, shape: Sequence[Any], dtype: torch.dtype) -> int | None:
         """Zero-padded pieces added up: pieces side by side are a cat, pieces of one range add inside."""
         if self.head(b) != PAD or self.head(a) not in (PAD, CAT):
+            return None
+        if not sizes(self.shape(a)) == sizes(self.shape(b)) == sizes(shape):
             return None
         _, piece, dim, start, stop, whole = self.keys[b]
         d = int(dim[1])
@@ -315,7 +318,7 @@ class Table:
             offset += extent
         return None
 
-    def _silu_backward(self, a: int, b: int) -> int | None:
+    def _silu_backward(self, a: int, b: int, shape: Sequence[Any], dtype: torch.dtype) -> int | None:
         """``g sigmoid(x) + sigmoid_backward(g x, sigmoid(x))`` is ``silu_backward(g, x)``."""
         for p, q in ((a, b), (b, a)):
             if self.head(p) != MUL or self.head(q) != "aten.sigmoid_backward.default":
@@ -326,8 +329,9 @@ class Table:
                 continue
             x = self.operand(sigmoid, 0)
             g = factors[1] if factors[0] == sigmoid else factors[0]
-            if self.keys[self.operand(q, 0)] == (MUL, *sorted([ref(g), ref(x)])):
-                return self.intern(("aten.silu_backward.default", ref(g), ref(x)), self.shape(x), self.dtypes[x])
+            alike = all(sizes(self.shape(c)) == sizes(shape) and self.dtypes[c] == dtype for c in (g, x))
+            if alike and self.keys[self.operand(q, 0)] == (MUL, *sorted([ref(g), ref(x)])):
+                return self.intern(("aten.silu_backward.default", ref(g), ref(x)), shape, dtype)
         return None
 
     def scale(self, c: int, k: float) -> int:
@@ -336,6 +340,7 @@ class Table:
 
     def mul(self, a: int, b: int, shape: Sequence[Any], dtype: torch.dtype) -> int:
         """``a b``."""
+        a, b = sorted((a, b))
         if dtype.is_floating_point and self.dtypes[a] == self.dtypes[b] == dtype:
             if a == b:
                 return self.intern((SQUARE, ref(a)), shape, dtype)

@@ -100,7 +100,8 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     if got.numel() == 0 and want.numel() == 0:
         return 0.0
     got, want = got.double(), want.double()
-    return ((got - want).norm() / (want.norm() + 1e-30)).item() if want.norm() > 0 else got.norm().item()
+    scale = want.norm()
+    return got.norm().item() if scale == 0 else ((got - want).norm() / scale).item()
 
 
 def assert_same(got: Run, want: Run, tolerance: float, forward_tolerance: float | None = None) -> None:

@@ -24,6 +24,7 @@ from torch.fx.proxy import GraphAppendingTracer
 aten = torch.ops.aten
 CAST = torch.ops.prims.convert_element_type.default
 SHAPES = ((4, 4), (4, 4), (4,), (4,), (2, 4), (1, 4), (4, 1), (1,), (2, 2, 4), (2, 4, 4), (1, 4, 4), (4, 2), (2, 1, 4))
+STEPS = 14
 LARGEST = 1e4
 """Larger values are not kept: float32 and float64 hold integers of this size, and products of two, exactly."""
 
@@ -88,6 +89,12 @@ class Refused(Exception):
     """Eager does not take these operands, or the result is too large."""
 
 
+Members = list[Callable[[], Node]]
+Family = Callable[["Writer"], Members]
+UNFIT = (Refused, IndexError, ValueError, ZeroDivisionError)
+"""What a family raises over operands that are not for it."""
+
+
 class Writer:
     """A graph in the making, whose nodes run as they are added."""
 
@@ -149,8 +156,8 @@ def _too_large(v: Tensor) -> bool:
     return v.numel() > 0 and v.dtype is not torch.bool and not v.abs().max().item() <= LARGEST
 
 
-def generate(seed: int, dtype: torch.dtype = torch.float64, *, impure: bool = False, steps: int = 14) -> Program:
-    """A random program; ``impure`` adds random numbers and writes to memory."""
+def generate(seed: int, dtype: torch.dtype = torch.float64, *, without: Sequence[Family] = (), impure: bool = False) -> Program:
+    """A random program; ``impure`` adds random numbers and writes to memory, low precision has only what is exact in it."""
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     writer = Writer(rng, dtype)
@@ -160,20 +167,19 @@ def generate(seed: int, dtype: torch.dtype = torch.float64, *, impure: bool = Fa
     for v in inputs:
         writer.input(v.clone())
     families = [*FAMILIES, *(TRANSCENDENTAL if dtype is torch.float64 else ()), *(IMPURE if impure else ())]
-    for _ in range(steps):
-        try:
+    families = [family for family in families if family not in without]
+    for _ in range(STEPS):
+        members: Members = []
+        with contextlib.suppress(*UNFIT):
             members = rng.choice(families)(writer)
-        except Refused:
-            continue
         for member in rng.sample(members, min(len(members), rng.randint(2, 6))):
-            with contextlib.suppress(Refused, IndexError, ZeroDivisionError):  # b has other dimensions than a
+            with contextlib.suppress(*UNFIT):
                 member()
     return Program(writer.graph, tuple(inputs))
 
 
 # ------------------------------------------------------------------------------------------------ families
 
-Members = list[Callable[[], Node]]
 
 
 def linears(w: Writer) -> Members:
@@ -461,31 +467,56 @@ def paddings(w: Writer) -> Members:
 
 
 def sigmoids(w: Writer) -> Members:
-    """SiLU, and its derivative."""
+    """SiLU and its like."""
     a = w.pick()
     b = w.pick(like=a) if w.rng.random() < 0.7 else w.pick()
 
     def s() -> Node:
         return w(aten.sigmoid.default, a)
 
-    def derivative(product: Node) -> Node:
-        return w(aten.sigmoid_backward.default, product, s())
-
     return [
         s,
         lambda: w(aten.mul.Tensor, a, s()),
         lambda: w(aten.mul.Tensor, s(), a),
         lambda: w(aten.mul.Tensor, b, s()),
+        lambda: w(aten.mul.Tensor, s(), s()),
         lambda: w(aten.silu.default, a),
         lambda: w(aten.silu.default, b),
-        lambda: w(aten.silu_backward.default, b, a),
-        lambda: w(aten.add.Tensor, w(aten.mul.Tensor, b, s()), derivative(w(aten.mul.Tensor, b, a))),
-        lambda: w(aten.add.Tensor, derivative(w(aten.mul.Tensor, a, b)), w(aten.mul.Tensor, s(), b)),
-        lambda: w(aten.add.Tensor, w(aten.mul.Tensor, b, s()), derivative(b)),
-        lambda: w(aten.add.Tensor, w(aten.mul.Tensor, a, s()), derivative(w(aten.mul.Tensor, a, b))),
-        lambda: derivative(w(aten.mul.Tensor, b, a)),
         lambda: w(aten.gelu.default, a),
         lambda: w(aten.gelu.default, a, approximate="tanh"),
+    ]
+
+
+def sigmoid_derivatives(w: Writer) -> Members:
+    """The derivative of SiLU. Where a gradient is infinite its spellings differ: inf - inf in some of them."""
+    x = w.pick()
+    g = w.pick(like=x) if w.rng.random() < 0.6 else w.pick()
+
+    def s() -> Node:
+        return w(aten.sigmoid.default, x)
+
+    def direct() -> Node:
+        return w(aten.mul.Tensor, g, s())
+
+    def through(product: Node) -> Node:
+        return w(aten.sigmoid_backward.default, product, s())
+
+    def product() -> Node:
+        return w(aten.mul.Tensor, g, x)
+
+    return [
+        lambda: w(aten.silu_backward.default, g, x),
+        lambda: w(aten.silu_backward.default, x, g),
+        lambda: w(aten.add.Tensor, direct(), through(product())),
+        lambda: w(aten.add.Tensor, through(w(aten.mul.Tensor, x, g)), w(aten.mul.Tensor, s(), g)),
+        lambda: w(aten.add.Tensor, direct(), through(g)),
+        lambda: w(aten.add.Tensor, direct(), through(w(aten.add.Tensor, g, x))),
+        lambda: w(aten.add.Tensor, direct(), product()),
+        lambda: w(aten.add.Tensor, w(aten.mul.Tensor, x, s()), through(product())),
+        lambda: w(aten.add.Tensor, product(), through(product())),
+        lambda: w(aten.add.Tensor, direct(), w(aten.sigmoid_backward.default, product(), w(aten.sigmoid.default, g))),
+        lambda: w(aten.add.Tensor, w(aten.mul.Tensor, g, g), w(aten.sigmoid_backward.default, w(aten.mul.Tensor, g, x), g)),
+        lambda: through(product()),
     ]
 
 
@@ -523,5 +554,5 @@ def writes(w: Writer) -> Members:
 FAMILIES = (
     linears, linears, batched_linears, views, permutes, copies, sums, sums_and_products, squares, selections, pieces, paddings, paddings,
 )  # fmt: skip
-TRANSCENDENTAL = (sigmoids,)
+TRANSCENDENTAL = (sigmoids, sigmoid_derivatives)
 IMPURE = (random_numbers, writes, writes)

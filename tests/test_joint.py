@@ -20,6 +20,8 @@ from cases import Case, normal
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+import fxfuse
+
 BF16 = torch.bfloat16
 
 
@@ -323,3 +325,13 @@ def test_is_as_near_to_fp64_as_eager(block: Block) -> None:
     got, want = compare.run(cases.compiled(case.fn, only=case.only), args), compare.run(case.fn, args)
     truth = compare.run(case.fn, compare.in_fp64(args))
     compare.assert_as_near_to_fp64(got, want, truth, slack=1e-3)
+
+
+@pytest.mark.inductor
+@blocks
+def test_runs_through_inductor(block: Block) -> None:
+    case = block.case(inputs=block.inputs(dtype=torch.float32))
+    args = case.inputs()
+    got = compare.run(cases.compiled(case.fn, only=case.only, lower="auto"), args)
+    compare.assert_same(got, compare.run(case.fn, args), tolerance=1e-5)
+    assert fxfuse.last_report().count(block.fusion) == 1

@@ -1,4 +1,4 @@
-"""The activations that patterns are made for, as people write them, and the gradients of a linear."""
+"""The activations that patterns are made for, as people write them."""
 
 from __future__ import annotations
 
@@ -19,16 +19,3 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "tanh": torch.tanh,
 }
 """Those that contain another one go first."""
-
-
-def linear_gradients(d: Tensor, x: Tensor, w: Tensor, need: tuple[bool, bool]) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of ``F.linear(x, w)`` for x and w, where they are needed; d is the gradient of the output."""
-    flat = d.reshape(-1, d.shape[-1])
-    dx = (flat @ w).view(x.shape) if need[0] else None
-    dw = flat.t() @ x.reshape(-1, x.shape[-1]) if need[1] else None
-    return dx, dw
-
-
-def bias_gradient(d: Tensor, needed: bool) -> Tensor | None:
-    """The sum over all leading dimensions, where it is needed."""
-    return d.reshape(-1, d.shape[-1]).sum(0) if needed else None

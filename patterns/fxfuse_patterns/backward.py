@@ -13,15 +13,18 @@ from .activations import ACTIVATIONS
 aten = torch.ops.aten
 
 BACKWARD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "relu2": lambda dy, kept: aten.threshold_backward(dy * (kept * 2.0), kept, 0),
     "gelu": lambda dy, kept: aten.gelu_backward(dy, kept),
     "gelu_tanh": lambda dy, kept: aten.gelu_backward(dy, kept, approximate="tanh"),
     "silu": lambda dy, kept: aten.silu_backward(dy, kept),
     "relu": lambda dy, kept: aten.threshold_backward(dy, kept, 0),
     "sigmoid": lambda dy, kept: aten.sigmoid_backward(dy, kept),
     "tanh": lambda dy, kept: aten.tanh_backward(dy, kept),
-    "relu2": lambda dy, kept: aten.threshold_backward(dy * (kept * 2.0), kept, 0),
 }
-"""Gradient before the activation, from what autograd kept (for relu2: relu of the pre-activation)."""
+"""Gradient before the activation, from what autograd kept (for relu2: relu of the pre-activation).
+
+relu2 contains relu's and goes first.
+"""
 
 
 def rows(t: Tensor) -> Tensor:
@@ -147,8 +150,9 @@ def dgrad_add(dy, w, r):
 
 @dgrad_add.check
 def _(m):
-    if m.r.shape != m.out.shape or m.r.dtype != m.out.dtype:
-        return m.reject(f"the other gradient is {tuple(m.r.shape)} {m.r.dtype}, this one {tuple(m.out.shape)} {m.out.dtype}")
+    product = (*m.dy.shape[:-1], m.w.shape[1])
+    if m.r.shape != product or m.r.dtype != m.dy.dtype:
+        return m.reject(f"the other gradient is {tuple(m.r.shape)} {m.r.dtype}, this one {product} {m.dy.dtype}")
 
 
 @dgrad_add.rewrite

@@ -8,7 +8,8 @@ import fxfuse
 import torch.nn.functional as F
 from torch import Tensor
 
-from .activations import ACTIVATIONS, bias_gradient, linear_gradients
+from .activations import ACTIVATIONS
+from .linears import bias_gradient, linear_gradients
 
 KINDS = ("silu", "gelu", "gelu_tanh", "relu")
 

@@ -8,7 +8,8 @@ import fxfuse
 import torch.nn.functional as F
 from torch import Tensor
 
-from .activations import ACTIVATIONS, linear_gradients
+from .activations import ACTIVATIONS
+from .linears import linear_gradients
 
 EXAMPLE = {"x": "m k", "w": "n k", "b": "n"}
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import fxfuse
 import torch.nn.functional as F
 
+from .linears import refuse_residual
+
 
 @fxfuse.register_forward_fusion(example={"x": "m k", "w": "n k", "r": "m n", "b": "n"}, check_on_register=False)
 def linear_add(x, w, r, b=None):
@@ -13,8 +15,9 @@ def linear_add(x, w, r, b=None):
 
 @linear_add.check
 def _(m):
-    if m.r.shape != m.out.shape or m.r.dtype != m.out.dtype:
-        return m.reject(f"the residual is {tuple(m.r.shape)} {m.r.dtype}, the linear {tuple(m.out.shape)} {m.out.dtype}")
+    linear = (*m.x.shape[:-1], m.w.shape[0])
+    if m.r.shape != linear or m.r.dtype != m.x.dtype:
+        return m.reject(f"the residual is {tuple(m.r.shape)} {m.r.dtype}, the linear {linear} {m.x.dtype}")
 
 
 @linear_add.rewrite

@@ -8,19 +8,15 @@ from __future__ import annotations
 import fxfuse
 import torch.nn.functional as F
 
+from .linears import refuse_residual
+
 LINEAR = {"x": "m k", "w": "n k", "b": "n"}
-
-
-def refuse_residual(m):
-    """Why a residual cannot be added in the same pass, or None."""
-    if m.r.shape != m.out.shape or m.r.dtype != m.out.dtype:
-        return m.reject(f"the residual is {tuple(m.r.shape)} {m.r.dtype}, the linear {tuple(m.out.shape)} {m.out.dtype}")
 
 
 def refuse_scale(m):
     """Why a tensor is not a scale of the whole output or of its channels, or None."""
-    if m.s.dtype != m.out.dtype:
-        return m.reject(f"the scale is {m.s.dtype}, the output {m.out.dtype}")
+    if m.s.dtype != m.x.dtype:
+        return m.reject(f"the scale is {m.s.dtype}, the linear {m.x.dtype}")
     if m.s.dim() > 1 or (m.s.dim() == 1 and m.s.shape[0] != m.w.shape[0]):
         return m.reject(f"a scale of shape {tuple(m.s.shape)} is neither 0-d nor one factor per channel ({m.w.shape[0]},)")
 

@@ -44,3 +44,13 @@ def scaled_used_outside(act, x, w, b, r):
 @linear_scale_add.broken(shapes=lambda s: [(s.rows, s.k), (s.n, s.k), (s.n,), (1, s.n)])
 def residual_has_one_row(act, x, w, b, r):
     return F.linear(x, w, b) * 0.3 + r
+
+
+@linear_scale_add.broken(shapes=lambda s: [(s.rows, s.k), (s.n, s.k), (s.n,), (3, s.rows, s.n)])
+def residual_raises_the_rank(act, x, w, b, r):
+    return F.linear(x, w, b) * 0.3 + r
+
+
+@linear_scale_add.broken(dtypes=(torch.float32,) * 3 + (torch.float64,))
+def residual_promotes(act, x, w, b, r):
+    return F.linear(x, w, b) * 0.3 + r

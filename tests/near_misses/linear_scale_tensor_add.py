@@ -30,3 +30,13 @@ def residual_scaled_only(act, x, w, b, g, r):
 @linear_scale_tensor_add.broken
 def sum_has_alpha(act, x, w, b, g, r):
     return torch.add(r, F.linear(x, w, b) * g, alpha=3)
+
+
+@linear_scale_tensor_add.broken(dtypes=(torch.float32,) * 4 + (torch.float64,))
+def residual_promotes(act, x, w, b, g, r):
+    return F.linear(x, w, b) * g + r
+
+
+@linear_scale_tensor_add.broken(dtypes=(torch.float32,) * 3 + (torch.float64, torch.float64))
+def scale_and_residual_promote(act, x, w, b, g, r):
+    return F.linear(x, w, b) * g + r
