@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import GraphModule
 
-from . import compat, recipe, registry, trace
+from . import compat, recipe, registry, shadow, trace
 from .capture import capture
-from .errors import FusionCountError, OptionError, RecipeError, warn_once
+from .errors import FusionCountError, LoweringError, OptionError, RecipeError, warn_once
 from .ops.define import on_launch_failure
 from .plan import Plan, PlanInfo, PlanKey, ambient, counters, numerics_flags, structural_hash, versions
 from .report import Failure, Report
@@ -65,6 +65,8 @@ class Dispatch:
                 plan = self._plan_for(args)
             plan.calls += 1
             try:
+                if plan.unverified:
+                    self._verify(plan, args)
                 return plan.run(*args)
             except Exception as error:
                 return self._recover(plan, error, args)
@@ -108,6 +110,20 @@ class Dispatch:
         _fell_back("launch", self.hash, error, plan.report)
         return result
 
+    def _verify(self, plan: Plan, args: Sequence[Any]) -> None:
+        """Compare the plan with its unfused form, and run that from now on where they differ."""
+        plan.unverified = self.settings.verify == "always"
+        unfused = self._unfused_plan(plan.key.recipe).run
+        wrong = shadow.difference(plan.run, unfused, args, self.grad_mode)
+        if wrong is None:
+            return
+        names = ", ".join(sorted({f.name for f in plan.report.fused}))
+        if self.settings.strict:
+            raise LoweringError(f"graph {self.hash} with {names} differs from its unfused form: {wrong}")
+        plan.run, plan.fused, plan.unverified = unfused, 0, False
+        plan.report.failures.append(Failure("verify", names, wrong))
+        warn_once(f"graph {self.hash} with {names} differs from its unfused form and runs unfused from now on: {wrong}")
+
     # -------------------------------------------------------------------------------------- building
 
     def _build(self, active: recipe.Recipe, fusions: Sequence[Any], late: bool) -> Plan:
@@ -127,7 +143,8 @@ class Dispatch:
         )
         counters.built()
         _remember(report)
-        return Plan(key, run, time.perf_counter() - started, len(report.fused), report, guard)
+        unverified = self.settings.verify != "off" and bool(report.fused)
+        return Plan(key, run, time.perf_counter() - started, len(report.fused), report, guard, unverified)
 
     def _compile(self, active: recipe.Recipe, fusions: Sequence[Any], report: Report) -> Callable[..., Any]:
         try:

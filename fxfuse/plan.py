@@ -172,6 +172,8 @@ class Plan:
     report: Report
     guard: Callable[[Sequence[Any]], bool] | None = None
     """Of a plan built after Dynamo froze its guards: whether it may run on these arguments."""
+    unverified: bool = False
+    """Whether its next call is to be compared with its unfused form."""
     calls: int = 0
 
     @property

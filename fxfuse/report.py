@@ -74,7 +74,7 @@ class Failure:
     """Something inside fxfuse raised; the unfused form ran instead."""
 
     stage: str
-    """``"match"``, ``"lower"``, ``"compile"``, ``"launch"`` or ``"backward"``."""
+    """``"match"``, ``"lower"``, ``"compile"``, ``"launch"``, ``"backward"`` or ``"verify"``."""
     name: str
     """The fusion, or empty when the whole graph was affected."""
     error: str

@@ -77,6 +77,8 @@ def rewrite(
         graph.eliminate_dead_code()
         graph.lint()
     missed = _missed(run)
+    if strict:
+        _raise_refused(missed)
     record = GraphRecord(
         kind, before, _code(graph) if run.fused else before, _in_graph_order(run.fused), missed, nodes, time.perf_counter() - started
     )
@@ -259,6 +261,13 @@ def _missed(run: _Run) -> tuple[Missed, ...]:
     fired = {f.name for _, f in run.fused} | {m.name for m in refused}
     nearest = [m for name, (m, root) in run.nearest.items() if name not in fired and _is_free(run.context, root)]
     return tuple(refused + nearest)
+
+
+def _raise_refused(missed: Sequence[Missed]) -> None:
+    refused = [m for m in missed if m.matched == m.total]
+    if refused:
+        lines = [f"  {m.name}: {m.reason} at {m.source or m.node}" for m in refused]
+        raise FusionCountError(f"fusion {refused[0].name!r} was refused: {refused[0].reason}; all refusals:\n" + "\n".join(lines))
 
 
 def check_expectation(records: Sequence[GraphRecord], expected: dict[str, int], failures: Sequence[Failure]) -> None:

@@ -37,7 +37,7 @@ VIEWS = frozenset(
 PERMUTES = frozenset({aten.permute.default, aten.t.default, aten.transpose.int})
 LAYOUT_ONLY = VIEWS | COPIES | PERMUTES | {aten.expand.default}
 """Operators that move no information: their result holds the elements of their operand."""
-OTHER_RANK = frozenset({aten.select_backward.default, aten.unfold_backward.default, aten.unsqueeze_copy.default})
+OTHER_RANK = frozenset({aten.select_backward.default, aten.unsqueeze_copy.default})
 """Operators whose ``dim`` does not count the dimensions of their first argument."""
 SPLITS = frozenset({aten.split.Tensor, aten.split_with_sizes.default})
 COLLECTIVE_NAMESPACES = frozenset({"_c10d_functional", "c10d_functional", "c10d", "_dtensor", "fsdp"})
@@ -87,13 +87,22 @@ def _is_size_function(target: Any) -> bool:
 
 def mutated_arguments(node: Node) -> Iterator[Node]:
     """The argument nodes that a call writes to, with every node whose memory they may share."""
-    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
-        return
-    for schema, argument in zip(node.target._schema.arguments, (a for _, a in arguments(node)), strict=False):
-        if schema.alias_info is not None and schema.alias_info.is_write:
-            for written in argument if isinstance(argument, (list, tuple)) else [argument]:
-                if isinstance(written, Node):
-                    yield from _sharing_memory(written)
+    if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+        for written in _aliased_arguments(node, only_written=True):
+            yield from _sharing_memory(written)
+
+
+def _aliased_arguments(node: Node, only_written: bool = False) -> list[Node]:
+    """The arguments whose memory a call writes to, or that its result may share."""
+    if node.op != "call_function":
+        return []
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target in LAYOUT_ONLY:
+        return node.all_input_nodes if node.target in LAYOUT_ONLY or node.target is operator.getitem else []
+    found: list[Node] = []
+    for schema, (_, argument) in zip(node.target._schema.arguments, arguments(node), strict=True):
+        if schema.alias_info is not None and (schema.alias_info.is_write or not only_written):
+            found += [a for a in (argument if isinstance(argument, (list, tuple)) else [argument]) if isinstance(a, Node)]
+    return found
 
 
 def _sharing_memory(node: Node) -> Iterator[Node]:
@@ -104,17 +113,8 @@ def _sharing_memory(node: Node) -> Iterator[Node]:
         if n not in seen:
             seen.add(n)
             yield n
-            pending += n.all_input_nodes if _may_be_view(n) else []
-            pending += [u for u in n.users if _may_be_view(u)]
-
-
-def _may_be_view(node: Node) -> bool:
-    """Whether a call's result may share memory with its arguments."""
-    if node.op != "call_function":
-        return False
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return node.target is operator.getitem
-    return node.target in LAYOUT_ONLY or any(r.alias_info is not None for r in node.target._schema.returns)
+            pending += _aliased_arguments(n)
+            pending += [u for u in n.users if n in _aliased_arguments(u)]
 
 
 def arguments(node: Node) -> list[tuple[str, Any]]:
@@ -356,7 +356,9 @@ def _full(table: Table, node: Node, env: Env) -> int | None:
         k = named["s"]
     number = _number(k)
     v = value(node)
-    return None if number is None or number != k else table.fill(number, v.shape, v.dtype, v.device)
+    if number is None or (isinstance(k, int) and number != k):
+        return None  # an integer that no float is
+    return table.fill(number, v.shape, v.dtype, v.device)
 
 
 def _where(table: Table, node: Node, env: Env) -> int | None:

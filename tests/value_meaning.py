@@ -67,7 +67,8 @@ def unequal(table: Any, run: Run) -> Iterator[str]:
         tensors = [n for n in members if n in run.values]
         for n in tensors:
             v = run.values[n]
-            if tuple(table.shapes[c]) != tuple(v.shape) or table.dtypes[c] != v.dtype:
+            symbolic = any(not isinstance(s, int) for s in table.shapes[c])
+            if not (symbolic or tuple(table.shapes[c]) == tuple(v.shape)) or table.dtypes[c] != v.dtype:
                 yield f"{n} is {tuple(v.shape)} {v.dtype}, its class {table.shapes[c]} {table.dtypes[c]}: {table.keys[c]}"
             if run.number[n] != run.number[tensors[0]]:
                 yield f"{tensors[0]} ({tensors[0].target}) and {n} ({n.target}) differ but share {table.keys[c]}"

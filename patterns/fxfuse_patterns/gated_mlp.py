@@ -25,6 +25,11 @@ def register_separate(kind: str, act: Callable[[Tensor], Tensor]) -> None:
     def gated_mlp(x, w_gate, w_up, b_gate=None, b_up=None):
         return act(F.linear(x, w_gate, b_gate)) * F.linear(x, w_up, b_up)
 
+    @gated_mlp.check
+    def _(m):
+        if m.w_gate.shape != m.w_up.shape:
+            return m.reject(f"gate {tuple(m.w_gate.shape)} and up {tuple(m.w_up.shape)} differ")
+
     @gated_mlp.forward
     def _(x, w_gate, w_up, b_gate, b_up, *, save):
         if not save:

@@ -36,6 +36,11 @@ def filled(shape: Sequence[int], width: int) -> tuple[int, ...]:
     return tuple(width if s == -1 else s for s in shape)
 
 
+def share(shapes: Sequence[Any], dtype: torch.dtype) -> Sequence[Any]:
+    """A third of the shapes for each dtype: together the dtypes cover them all."""
+    return shapes[list(DTYPES.values()).index(dtype) :: len(DTYPES)]
+
+
 def subsets(count: int) -> Iterator[tuple[bool, ...]]:
     """Every combination of which tensors need a gradient."""
     yield from itertools.product((True, False), repeat=count)

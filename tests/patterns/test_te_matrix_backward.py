@@ -87,6 +87,11 @@ def test_one_row_has_no_bias_gradient_to_sum(shape: tuple[int, ...]) -> None:
     te.check([te.site(name, act, [shape], FP32) for name, act in ACTIVATIONS.items()])
 
 
+@pytest.mark.parametrize("shape", [(37,), (1, 37)], ids=str)
+def test_one_row_of_a_gated_activation_has_no_bias_gradient_to_sum(shape: tuple[int, ...]) -> None:
+    te.check([gated(name, shape, FP32) for name in OTHERS])
+
+
 # ---------------------------------------------------------------- gated activations of a packed input
 OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "reglu": F.relu,
@@ -110,7 +115,8 @@ def gated(name: str, shape: Sequence[int], dtype: torch.dtype) -> Site:
 
 @pytest.mark.parametrize("name", [*GATED, *OTHERS])
 def test_gated_activation_backward(name: str) -> None:
-    te.check([gated(name, s, d) for s, d in itertools.product([(37,), (2, 13), (32, 1, 32)], DTYPES.values())])
+    shapes = [(2, 13), (32, 1, 32)] + [(37,)] * (name in GATED)
+    te.check([gated(name, s, d) for s, d in itertools.product(shapes, DTYPES.values())])
 
 
 @pytest.mark.parametrize("name", GATED)

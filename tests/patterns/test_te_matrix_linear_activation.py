@@ -41,7 +41,8 @@ def layer(name: str, dtype: torch.dtype, x: tuple[int, ...], w: tuple[int, int],
 @dtypes
 @activations
 def test_shapes_forward_and_gradients(name: str, dtype: torch.dtype) -> None:
-    te.check([layer(name, dtype, *shape) for shape in SHAPES])
+    shapes = SHAPES if name == "gelu" else te.share(SHAPES, dtype)
+    te.check([layer(name, dtype, *shape) for shape in shapes])
 
 
 @activations
@@ -52,8 +53,8 @@ def test_every_subset_of_gradients(name: str) -> None:
 
 @activations
 def test_inference(name: str) -> None:
-    sites = [layer(name, dtype, *shape) for dtype in (FP32, BF16) for shape in (*SHAPES, TINY)]
-    te.check([*sites, *[layer(name, FP16, x, (3, 5), bias=False) for x in INPUTS]], train=False)
+    sites = [layer(name, dtype, *shape) for dtype in DTYPES.values() for shape in te.share(SHAPES, dtype)]
+    te.check([*sites, *[layer(name, BF16, x, (3, 5), bias=False) for x in INPUTS]], train=False)
 
 
 @dtypes
