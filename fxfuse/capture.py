@@ -50,14 +50,19 @@ def capture(
         recipe: part of the plan's key; its numerics decide what may be fused.
         report: appended to.
     """
-    table = deferred.capture_table()
+    patches = dict(settings.inductor)
+    if recipe.numerics == "strict":
+        patches["emulate_precision_casts"] = True
+    # Inductor's own random numbers exist in its kernels only.
+    table = deferred.capture_table({**patches, "fallback_random": True} if settings.lower == "eager" else patches)
 
     def transform(graph: Graph) -> None:
         rewritten = rewrite(graph, fusions, table, recipe, strict=settings.strict)
         record, failures = choose.lower(graph, rewritten, settings, recipe)
         report.graphs.append(record)
         report.failures += failures
-        deferred.expand_deferred(graph, rewritten.traces)
+        if settings.lower != "eager":  # torch runs deferred operators as they are
+            deferred.expand_deferred(graph, rewritten.traces)
         compat.sort_graph(graph)
         graph.lint()
         for user_pass in settings.user_passes:
@@ -67,9 +72,7 @@ def capture(
     if settings.lower == "eager":
         compiled = compat.aot_eager(copy.deepcopy(gm), example_inputs, transform, compile_graph, table)
     else:
-        patches = {**settings.inductor, OUR_PASS: compat.graph_pass(transform, _uuid(settings, fusions, recipe))}
-        if recipe.numerics == "strict":
-            patches["emulate_precision_casts"] = True
+        patches[OUR_PASS] = compat.graph_pass(transform, _uuid(settings, fusions, recipe))
         compiled = compat.compile_fx(copy.deepcopy(gm), example_inputs, compile_graph, patches, table)
     if settings.expect is not None:
         check_expectation(report.graphs, dict(settings.expect), report.failures)

@@ -155,11 +155,13 @@ def boxed(function: Callable[..., Any]) -> Callable[[list[Any]], Any]:
     return call
 
 
-def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Inductor's decomposition table for the current configuration."""
+def decompositions(**settings: Any) -> dict[Any, Callable[..., Any]]:
+    """Inductor's decomposition table for the current configuration with some ``settings`` changed."""
+    from torch._inductor import config
     from torch._inductor.decomposition import select_decomp_table
 
-    return dict(select_decomp_table())
+    with config.patch(settings):
+        return dict(select_decomp_table())
 
 
 def graph_pass(function: Callable[[Graph], None], uuid: Any) -> Any:

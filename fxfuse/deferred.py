@@ -6,7 +6,7 @@ With nothing fused the expanded graph is Inductor's own, node for node.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -29,7 +29,11 @@ DEFERRED_NAMES = (
     "sigmoid_backward",
     "tanh_backward",
     "threshold_backward",
+    "mm",
+    "bmm",
+    "addmm",
 )
+"""Inductor decomposes some matmuls by their sizes (one row, one column): they too are matched whole."""
 DEFERRED = frozenset(getattr(aten, name).default for name in DEFERRED_NAMES if hasattr(aten, name))
 TAGS = (
     "fxfuse_region",
@@ -44,9 +48,9 @@ TAGS = (
 )
 
 
-def capture_table() -> dict[Any, Callable[..., Any]]:
-    """The decompositions to capture with: Inductor's without the deferred ones."""
-    return {op: how for op, how in compat.decompositions().items() if op not in DEFERRED}
+def capture_table(settings: Mapping[str, Any]) -> dict[Any, Callable[..., Any]]:
+    """The decompositions to capture with: Inductor's under these settings, without the deferred ones."""
+    return {op: how for op, how in compat.decompositions(**settings).items() if op not in DEFERRED}
 
 
 def expand_deferred(graph: Graph, traces: TraceCache) -> None:
@@ -77,6 +81,8 @@ def expand(graph: Graph, node: Node, table: Decompositions, traces: TraceCache, 
         traced = traces.get(key, metas, lambda: compat.trace(call, metas, table, forbid_guards=False))
     else:
         traced = compat.trace(call, metas, table, forbid_guards=False)
+    if [n.target for n in traced.nodes if n.op == "call_function"] == [node.target]:
+        return  # its decomposition declines
     _replace_by_graph(graph, node, traced, operands)
 
 

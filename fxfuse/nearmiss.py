@@ -65,7 +65,7 @@ def _traced(fusion: Fusion, tensors: list[Any]) -> GraphModule:
     scalars = SENTINELS[: sum(h.scalar for h in fusion.holes)]
     mode = new_fake_mode()
     metas = [None if t is None else mode.from_tensor(t) for t in tensors]
-    traced = trace_forward(lambda *t: fusion.call_pattern(t, scalars), metas, capture_table())
+    traced = trace_forward(lambda *t: fusion.call_pattern(t, scalars), metas, capture_table({}))
     return GraphModule(torch.nn.Module(), traced.graph)
 
 

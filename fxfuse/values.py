@@ -157,7 +157,7 @@ class Table:
             c = self.operand(c, 0)
         if sizes(shape) == sizes(self.shape(c)):
             return c
-        if self.head(c) == LINEAR:
+        if self.head(c) == LINEAR and size(self.shape(c)[-1]) != "0":
             if len(shape) >= 1 and size(shape[-1]) == size(self.shape(c)[-1]):
                 x, w, b = self.linear_parts(c)  # only leading dims change: the view moves to x
                 return self.linear(self.view(x, [*shape[:-1], self.shape(x)[-1]]), w, b)

@@ -15,6 +15,7 @@ from torch.fx.proxy import GraphAppendingTracer
 
 aten = torch.ops.aten
 CAST = torch.ops.prims.convert_element_type.default
+PRODUCTS = (aten.mm.default, aten.bmm.default, aten.addmm.default)
 LARGEST = 1e4
 """Larger values are not kept: float32 and float64 hold integers of this size, and products of two, exactly."""
 
@@ -99,6 +100,8 @@ class Writer:
     def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         """Add a call."""
         real_args, real_kwargs = map_arg((args, kwargs), self.live.__getitem__)
+        if target in PRODUCTS and len({a.dtype for a in real_args}) > 1:
+            raise Refused  # eager takes two dtypes when the result is empty
         try:
             v = target(*real_args, **real_kwargs)
         except Exception as error:
