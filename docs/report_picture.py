@@ -25,7 +25,7 @@ def main() -> None:
         exec(compile(block[1], str(script), "exec"), {"__name__": "train"})
         print(fxfuse.last_report())
         fxfuse.last_report().save(page)
-        where = [f"--user-data-dir={folder}/chromium", "--window-size=1500,760", f"--screenshot={DOCS / 'report.png'}", page.as_uri()]
+        where = [f"--user-data-dir={folder}/chromium", "--window-size=1500,500", f"--screenshot={DOCS / 'report.png'}", page.as_uri()]
         subprocess.run(["chromium", *FLAGS.split(), *where], check=True, stderr=subprocess.DEVNULL)
 
 

@@ -88,7 +88,9 @@ def _uuid(settings: Settings, fusions: Sequence[Fusion], recipe: Recipe) -> Any:
     return repr((source_hash(), identities, recipe, settings.lower, settings.autotune, sorted(deferred.DEFERRED_NAMES), users))
 
 
-def _compile_graph(gm: GraphModule, example_inputs: Sequence[Any], *, settings: Settings, report: Report, **kwargs: Any) -> Compiled:
+def _compile_graph(
+    gm: GraphModule, example_inputs: Sequence[Any], *, settings: Settings, report: Report, **kwargs: Any
+) -> Compiled:
     """Compile one forward or backward graph; a backward that fails later than its forward must still run."""
     backward = bool(kwargs.get("is_backward"))
     if not backward or not _has_fused(gm):

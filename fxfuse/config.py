@@ -4,7 +4,6 @@
 ``settings`` checks the values where they are used.
 """
 
-
 import sys
 from typing import TYPE_CHECKING, Any
 

@@ -137,7 +137,12 @@ class Dispatch:
             *self.ambient,
             active,
             tuple(f.identity for f in fusions),
-            (self.settings.lower, self.settings.autotune, self.settings.strict, repr(sorted(self.settings.inductor.items(), key=str))),
+            (
+                self.settings.lower,
+                self.settings.autotune,
+                self.settings.strict,
+                repr(sorted(self.settings.inductor.items(), key=str)),
+            ),
             numerics_flags(),
             versions(),
         )
@@ -159,7 +164,7 @@ class Dispatch:
             return run
 
     @contextlib.contextmanager
-    def _surroundings(self, late: bool):  # noqa: ANN202
+    def _surroundings(self, late: bool):
         """A late plan is built in the modes that its graph was captured in."""
         if not late:
             yield

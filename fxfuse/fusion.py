@@ -40,7 +40,9 @@ class Match:
         try:
             return self.__dict__["_holes"][name]
         except KeyError:
-            raise AttributeError(f"the pattern has no argument {name!r}; it has {list(self.__dict__.get('_holes', ()))}") from None
+            raise AttributeError(
+                f"the pattern has no argument {name!r}; it has {list(self.__dict__.get('_holes', ()))}"
+            ) from None
 
     def reject(self, reason: str) -> Rejection:
         """Refuse this place, with a sentence that a person can act on. Return the result from the check."""
@@ -175,7 +177,9 @@ class Fusion:
         gradients = self._backward(grad, *arguments, *saved, mask=tuple(mask))
         gradients = tuple(gradients) if isinstance(gradients, (tuple, list)) else (gradients,)
         if len(gradients) != len(mask):
-            raise PatternError(f"fusion {self.name!r}: backward returned {len(gradients)} gradients for {len(mask)} tensor arguments")
+            raise PatternError(
+                f"fusion {self.name!r}: backward returned {len(gradients)} gradients for {len(mask)} tensor arguments"
+            )
         return tuple(g if m else None for g, m in zip(gradients, mask, strict=True))
 
     # -------------------------------------------------------------------------------------- hooks
@@ -257,7 +261,9 @@ class Fusion:
         plain = [n for n in got if n not in allowed]
         if plain != names or any(n not in got for n in needed):
             extra = f", *, {', '.join(needed)}" if needed else ""
-            raise self._refuse(f"{name_of(function)} takes ({', '.join(got)}); the pattern's arguments are ({', '.join(names)}{extra})")
+            raise self._refuse(
+                f"{name_of(function)} takes ({', '.join(got)}); the pattern's arguments are ({', '.join(names)}{extra})"
+            )
 
     def _refuse(self, why: str) -> PatternError:
         self.unregister()

@@ -97,7 +97,11 @@ def _form(skeleton: Skeleton) -> Any:
         return "size" if a[0] == "i" else a
 
     def term(c: int) -> Any:
-        return ("hole", places[c], str(table.dtypes[c])) if c in places else (table.head(c), *[argument(a) for a in table.keys[c][1:]])
+        return (
+            ("hole", places[c], str(table.dtypes[c]))
+            if c in places
+            else (table.head(c), *[argument(a) for a in table.keys[c][1:]])
+        )
 
     absent = tuple(c is None for c in skeleton.holes)
     return absent, tuple(term(c) for c in skeleton.roots)

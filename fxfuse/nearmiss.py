@@ -88,7 +88,9 @@ def _broken(module: GraphModule, index: int, node: Node) -> Iterator[tuple[str, 
     if node.target in (aten.gelu.default, aten.gelu_backward.default):
         yield "the other gelu", _edit(module, index, _other_gelu)
     for place, argument in enumerate(node.args):
-        if isinstance(argument, float) or (isinstance(argument, int) and node.target in (aten.pow.Tensor_Scalar, aten.mul.Tensor)):
+        if isinstance(argument, float) or (
+            isinstance(argument, int) and node.target in (aten.pow.Tensor_Scalar, aten.mul.Tensor)
+        ):
             yield f"constant {argument} is another", _edit(module, index, lambda g, n, p=place: _constant(n, p))
 
 

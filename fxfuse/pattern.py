@@ -43,9 +43,7 @@ def as_tuple(x: Any) -> tuple[Any, ...]:
 def fresh(meta: Any, requires_grad: bool = False) -> Any:
     """A new fake tensor with the metadata of another one."""
     with meta.fake_mode:
-        return torch.empty_strided(
-            meta.shape, meta.stride(), dtype=meta.dtype, device=meta.device, requires_grad=requires_grad
-        )
+        return torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=meta.device, requires_grad=requires_grad)
 
 
 def trace_forward(

@@ -33,7 +33,13 @@ class _Canonical:
         for i, node in enumerate(gm.graph.nodes):
             self.numbers[node] = i
             rows.append(
-                [node.op, self.target(gm, node), self.argument(node.args), self.argument(node.kwargs), self.value(_value_of(node))]
+                [
+                    node.op,
+                    self.target(gm, node),
+                    self.argument(node.args),
+                    self.argument(node.kwargs),
+                    self.value(_value_of(node)),
+                ]
             )
         return rows
 

@@ -188,6 +188,8 @@ def _cut_forward(context: Context, guess: Guess, outputs: list[int]) -> Region |
         ]
         if not held:
             return Refusal(f"output {k} is not computed by the model", root)
+        if outputs[k] in outputs[:k]:
+            return Refusal(f"output {k} is the same value as an earlier one here", root)
         nodes.append(held)
 
     def outside(node: Node) -> bool:
@@ -233,7 +235,12 @@ def _cut_backward(context: Context, guess: Guess, region: Region) -> Refusal | N
     tangent_class = table.class_of[tangent]
 
     def outside(node: Node) -> bool:
-        return node is tangent or table.class_of.get(node) == tangent_class or table.class_of.get(node) in given or node in region.forward
+        return (
+            node is tangent
+            or table.class_of.get(node) == tangent_class
+            or table.class_of.get(node) in given
+            or node in region.forward
+        )
 
     region.backward, boundary = slice_back(used, outside)
     stray = [n for n in boundary if is_tensor(n) and not outside(n)]
@@ -304,7 +311,9 @@ def _traced_joint(context: Context, guess: Guess, mask: tuple[bool, ...], tangen
     return context.traces.get(
         (fusion.id, "joint", mask, guess.scalars),
         [*metas, value(tangent)],
-        lambda: trace_joint(lambda *t: fusion.call_pattern(t, guess.scalars), metas, mask, value(tangent), context.decompositions),
+        lambda: trace_joint(
+            lambda *t: fusion.call_pattern(t, guess.scalars), metas, mask, value(tangent), context.decompositions
+        ),
     )
 
 
@@ -344,7 +353,9 @@ def _check_liveness(context: Context, guess: Guess, region: Region, outputs: lis
     layouts = {
         n
         for n in region.forward
-        if n.target in LAYOUT_ONLY and n not in region.roots and (layout_source(n, given, table) or layout_source(n, required, table))
+        if n.target in LAYOUT_ONLY
+        and n not in region.roots
+        and (layout_source(n, given, table) or layout_source(n, required, table))
     }
     offered = extra_places(region, outputs, table) if guess.fusion.extra else {}
     region.gone = without_users(everything, rerouted | set(offered), layouts)
@@ -367,5 +378,3 @@ def _escape(node: Node, region: Region) -> Refusal:
     if is_backward(user) and not is_backward(node):
         return Refusal(f"backward not proven: {node.name} is used by {user.name}", user)
     return Refusal(f"interior value used outside: {node.name} is used by {user.name}", user)
-
-

@@ -49,7 +49,9 @@ class Recipe:
         """The same recipe with some fields changed."""
         unknown = set(changes) - {f.name for f in dataclasses.fields(self)}
         if unknown:
-            raise RecipeError(f"{type(self).__name__} has no field {sorted(unknown)[0]!r}; it has {[f.name for f in dataclasses.fields(self)]}")
+            raise RecipeError(
+                f"{type(self).__name__} has no field {sorted(unknown)[0]!r}; it has {[f.name for f in dataclasses.fields(self)]}"
+            )
         return dataclasses.replace(self, **changes)
 
 

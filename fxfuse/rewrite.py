@@ -80,7 +80,13 @@ def rewrite(
     if strict:
         _raise_refused(missed)
     record = GraphRecord(
-        kind, before, _code(graph) if run.fused else before, _in_graph_order(run.fused), missed, nodes, time.perf_counter() - started
+        kind,
+        before,
+        _code(graph) if run.fused else before,
+        _in_graph_order(run.fused),
+        missed,
+        nodes,
+        time.perf_counter() - started,
     )
     return Rewritten(record, tuple(run.failures), context.traces)
 
@@ -174,7 +180,9 @@ def _try_root(run: _Run, fusion: Fusion, root: Node, usable: Sequence[Skeleton])
         finder = Finder(skeleton, context.table)
         refusal: Refusal | None = None
         for binding in itertools.islice(finder.bindings(context.table.class_of[root]), MAX_BINDINGS):
-            scalars = tuple(binding[("scalar", i)] for i in range(sum(h.scalar for h in fusion.holes)) if ("scalar", i) in binding)
+            scalars = tuple(
+                binding[("scalar", i)] for i in range(sum(h.scalar for h in fusion.holes)) if ("scalar", i) in binding
+            )
             if len(scalars) != sum(h.scalar for h in fusion.holes):
                 continue
             classes = [None if c is None else binding.get(c) for c in skeleton.holes]
@@ -278,5 +286,6 @@ def check_expectation(records: Sequence[GraphRecord], expected: dict[str, int], 
             reasons = [f"  {m.name}: {m.reason} at {m.source}" for r in records for m in r.missed if m.name == name]
             reasons += [f"  {f.name}: {f.error}" for f in failures if f.name == name]
             raise FusionCountError(
-                f"fusion {name!r} fired {fired} times, expected {count}" + ("; refused:\n" + "\n".join(reasons) if reasons else "")
+                f"fusion {name!r} fired {fired} times, expected {count}"
+                + ("; refused:\n" + "\n".join(reasons) if reasons else "")
             )

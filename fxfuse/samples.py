@@ -153,7 +153,9 @@ def _slot(pattern: Callable[..., Any], hole: Hole, given: Any) -> Slot:
         dims = tuple(given.split())
         unknown = [d for d in dims if d not in SIZES]
         if unknown:
-            raise PatternError(f"pattern {name_of(pattern)}: example= of {hole.name} names {unknown[0]!r}; dimensions are {', '.join(SIZES)}")
+            raise PatternError(
+                f"pattern {name_of(pattern)}: example= of {hole.name} names {unknown[0]!r}; dimensions are {', '.join(SIZES)}"
+            )
         return Slot(dims)
     shape, dtype = (given.shape, given.dtype) if isinstance(given, torch.Tensor) else (given, torch.float32)
     return Slot(tuple(f"={int(s)}" for s in shape), dtype)
@@ -235,9 +237,7 @@ class _Search:
         except Exception as error:  # these shapes do not fit; the next may
             self.last_error = self.last_error or f"{type(error).__name__}: {str(error).strip().splitlines()[0:1]}"
         else:
-            yield tuple(
-                None if h.name in self.absent else bound.get(h.name, Slot(MENU[0])) for h in self.holes if not h.scalar
-            )
+            yield tuple(None if h.name in self.absent else bound.get(h.name, Slot(MENU[0])) for h in self.holes if not h.scalar)
 
     def run(self, bound: Mapping[str, Slot]) -> None:
         """Run the pattern with these holes bound."""

@@ -98,7 +98,9 @@ def _inductor_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _suggest(name: str, known: Any) -> str:
     close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; fxfuse takes {', '.join(OWN)} and every key of torch._inductor.config"
+    return (
+        f"; did you mean {close[0]!r}?" if close else f"; fxfuse takes {', '.join(OWN)} and every key of torch._inductor.config"
+    )
 
 
 def _parsed(name: str, v: Any) -> Any:

@@ -25,9 +25,7 @@ def layer_path(node: Node) -> str:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     if not stack:
         return ""
-    path = list(stack.values())[-1][0]
-    path = re.sub(r"\['(\w+)'\]", r".\1", path.replace("_modules", ""))
-    parts = [p for p in re.split(r"[.\[\]]+", path) if p and p != "_orig_mod"]
-    if parts[:1] in (["L"], ["G"]):  # a local or global variable of the compiled function, and its name
-        parts = parts[2:]
-    return ".".join(p for p in parts if p != "self")
+    path = list(stack.values())[-1][0].replace("_modules", "")
+    path = re.sub(r"^[LG]\['\w+'\](\[\d+\])?", "", path)  # a variable of the compiled function, or one of its *args
+    parts = re.split(r"[.\[\]']+", path)
+    return ".".join(p for p in parts if p and p not in ("self", "_orig_mod"))

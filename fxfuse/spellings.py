@@ -343,7 +343,18 @@ def _cat(table: Table, node: Node, env: Env) -> int | None:
     parts = [env(part) for part in node.args[0]]
     if any(table.dtypes[p] != v.dtype or len(table.shape(p)) != v.dim() for p in parts):
         return None
-    return table.cat(parts, dict(arguments(node))["dim"] % v.dim(), v.shape, v.dtype)
+    dim = dict(arguments(node))["dim"] % v.dim()
+    return _padded_piece(table, parts, dim, v.shape) or table.cat(parts, dim, v.shape, v.dtype)
+
+
+def _padded_piece(table: Table, parts: list[int], dim: int, shape: Any) -> int | None:
+    """One piece between zeros is that piece padded (the backward of one half of a split)."""
+    pieces = [i for i, p in enumerate(parts) if table.constant_of(p) != 0]
+    extents = [table.shape(p)[dim] for p in parts]
+    if len(pieces) != 1 or len(parts) == 1 or not all(isinstance(e, int) for e in extents):
+        return None
+    start = sum(extents[: pieces[0]])
+    return table.pad(parts[pieces[0]], dim, start, start + extents[pieces[0]], sum(extents), shape)
 
 
 def _full(table: Table, node: Node, env: Env) -> int | None:

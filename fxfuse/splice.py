@@ -110,7 +110,12 @@ def _trace_differentiable(context: Context, region: Region, metas: Sequence[Any]
         (fusion.id, fusion.identity, "joint rewrite", region.scalars, region.mask),
         [*metas, tangent],
         lambda: trace_joint(
-            lambda *t: fusion.call_rewrite(t, region.scalars), metas, region.mask, tangent, context.decompositions, forbid_guards=True
+            lambda *t: fusion.call_rewrite(t, region.scalars),
+            metas,
+            region.mask,
+            tangent,
+            context.decompositions,
+            forbid_guards=True,
         ),
     )
     forward = tuple(n for n in _calls(traced) if n in traced.forward)
@@ -168,7 +173,9 @@ def _check_outputs(region: Region, replacement: _Replacement) -> Refusal | None:
     """The new outputs must have the replaced values' shape, dtype, stride and device."""
     for node in (*replacement.forward_nodes, *replacement.backward_nodes):
         if node.op != "call_function":
-            return Refusal(f"the replacement holds a constant of its own ({node.target}): pass it in or make it with torch.full", region.root)
+            return Refusal(
+                f"the replacement holds a constant of its own ({node.target}): pass it in or make it with torch.full", region.root
+            )
     required = len(region.outputs)
     if len(replacement.outputs) < required:
         return Refusal(f"the replacement returns {len(replacement.outputs)} outputs, the pattern {required}", region.root)
@@ -193,7 +200,11 @@ def _check_gradients(region: Region, replacement: _Replacement) -> Refusal | Non
 
 def _describe(node: Any) -> str:
     m = metadata(value(node)) if isinstance(node, Node) else None
-    return "missing" if m is None else f"[{', '.join(m[0])}] {str(m[2]).removeprefix('torch.')} with strides ({', '.join(m[1])}) on {m[3]}"
+    return (
+        "missing"
+        if m is None
+        else f"[{', '.join(m[0])}] {str(m[2]).removeprefix('torch.')} with strides ({', '.join(m[1])}) on {m[3]}"
+    )
 
 
 def _refake(v: Any, mode: Any) -> Any:

@@ -19,11 +19,13 @@ __all__ = ["STAGES", "assert_fuses", "assert_matches_eager", "inject", "near_mis
 Tensor = torch.Tensor
 
 
-def _run(function: Callable[..., Any], args: Sequence[Any], train: bool) -> tuple[list[Tensor], list[Tensor | None], list[Tensor]]:
+def _run(
+    function: Callable[..., Any], args: Sequence[Any], train: bool
+) -> tuple[list[Tensor], list[Tensor | None], list[Tensor]]:
     """Outputs, gradients of every leaf that requires one, and the arguments afterwards."""
     module = function if isinstance(function, torch.nn.Module) else None
     tensors = [a for a in pytree.tree_leaves(args) if isinstance(a, Tensor)]
-    leaves = [t for t in tensors if t.requires_grad] + [p for p in (module.parameters() if module else ()) if p.requires_grad]
+    leaves = [t for t in tensors if t.requires_grad] + [p for p in (module.parameters() if module is not None else ()) if p.requires_grad]
     torch.manual_seed(0)
     with torch.set_grad_enabled(train):
         outputs = [o for o in pytree.tree_leaves(function(*args)) if isinstance(o, Tensor)]

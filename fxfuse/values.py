@@ -220,7 +220,9 @@ class Table:
             return c
         shape = list(self.shape(c))
         shape[dim] = length
-        return self.intern((SLICE, ref(c), ("i", str(dim)), ("i", size(start)), ("i", size(start + length))), shape, self.dtypes[c])
+        return self.intern(
+            (SLICE, ref(c), ("i", str(dim)), ("i", size(start)), ("i", size(start + length))), shape, self.dtypes[c]
+        )
 
     # -------------------------------------------------------------------------------------- linear algebra
 

@@ -192,7 +192,11 @@ def _differentiated(fusion: Fusion, call: Callable[[list[Any]], Any], inputs: Se
     with torch.enable_grad():
         out = as_tuple(call(leaves))[0]
         asked = [t for t, w in zip(leaves, wanted, strict=True) if w]
-        found = iter(torch.autograd.grad(out, asked, _cotangent(out), allow_unused=True) if asked and out.requires_grad else [None] * len(asked))
+        found = iter(
+            torch.autograd.grad(out, asked, _cotangent(out), allow_unused=True)
+            if asked and out.requires_grad
+            else [None] * len(asked)
+        )
     return _Result([out.detach()], [next(found) if w else None for w in wanted], tuple(wanted))
 
 
@@ -209,7 +213,9 @@ def _check_same(
     pairs: list[tuple[str, Any, Any, Any]] = list(zip(names, plain.outputs, exact.outputs, new.outputs, strict=False))
     if fusion.explicit:
         pairs.append(("output 0 with save=False", plain.outputs[0], exact.outputs[0], new.outputs[1]))
-    for hole, needed, old, true, got in zip(fusion.tensor_holes, mask, plain.gradients, exact.gradients, new.gradients, strict=False):
+    for hole, needed, old, true, got in zip(
+        fusion.tensor_holes, mask, plain.gradients, exact.gradients, new.gradients, strict=False
+    ):
         if needed and old is not None:
             pairs.append((f"the gradient of {hole.name}", old, true, got))
     for name, old, true, got in pairs:

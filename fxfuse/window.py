@@ -112,7 +112,9 @@ class Windows:
         if answer is None:
             return None
         if not isinstance(answer, (list, tuple)) or not all(isinstance(op, Op) for op in answer) or not answer:
-            raise PatternError(f"window fusion {self.name!r} at {self.source}: fuse must return a list of fxfuse.Op or None, not {answer!r}")
+            raise PatternError(
+                f"window fusion {self.name!r} at {self.source}: fuse must return a list of fxfuse.Op or None, not {answer!r}"
+            )
         new = list(reversed(answer)) if self.side == "backward" else list(answer)
         if all(a is b for a, b in zip(new, chain.ops, strict=False)) and len(new) == len(chain.ops):
             return None

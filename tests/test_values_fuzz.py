@@ -76,7 +76,7 @@ def joint_program(program: Program, seed: int) -> Program | None:
     module = GraphModule({}, graph)
     if not any(out.requires_grad for out in module(*leaves)):
         return None
-    joint = aot_export_joint_simple(module.forward, leaves, trace_joint=True, decompositions=capture_table()).graph
+    joint = aot_export_joint_simple(module.forward, leaves, trace_joint=True, decompositions=capture_table({})).graph
     tangents = [n.meta["val"].shape for n in joint.nodes if n.op == "placeholder"][len(program.inputs) :]
     generator = torch.Generator().manual_seed(seed)
     return Program(joint, (*program.inputs, *(torch.randint(-3, 4, s, generator=generator).double() for s in tangents)))

@@ -44,9 +44,7 @@ def relu2(pre: Tensor) -> Tensor:
 
 ACTIVATIONS: dict[str, Activation] = {
     "gelu": Activation(F.gelu, lambda g, p: aten.gelu_backward(g, p)),
-    "gelu_tanh": Activation(
-        lambda p: F.gelu(p, approximate="tanh"), lambda g, p: aten.gelu_backward(g, p, approximate="tanh")
-    ),
+    "gelu_tanh": Activation(lambda p: F.gelu(p, approximate="tanh"), lambda g, p: aten.gelu_backward(g, p, approximate="tanh")),
     "silu": Activation(F.silu, lambda g, p: aten.silu_backward(g, p)),
     "relu": Activation(F.relu, lambda g, out: aten.threshold_backward(g, out, 0), keeps_output=True),
     "relu2": Activation(relu2, _relu2_backward),

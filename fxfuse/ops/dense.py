@@ -163,7 +163,14 @@ def gated_backward_packed(grad: Tensor, h: Tensor, act: str) -> Tensor:
 
 
 def glu(
-    x: Tensor, w_gate: Tensor, w_up: Tensor, act: str, b_gate: Tensor | None = None, b_up: Tensor | None = None, *, save: bool = False
+    x: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor,
+    act: str,
+    b_gate: Tensor | None = None,
+    b_up: Tensor | None = None,
+    *,
+    save: bool = False,
 ) -> Any:
     """``act(x w_gate^T + b_gate) * (x w_up^T + b_up)``; with ``save`` also both factors before the activation.
 

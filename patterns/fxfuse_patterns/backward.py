@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import fxfuse
 import torch
 from torch import Tensor
+
+import fxfuse
 
 from .activations import ACTIVATIONS
 
@@ -65,9 +66,7 @@ for _kind in ("silu", "gelu", "gelu_tanh"):
 def register_bias(kind: str, backward: Callable[[Tensor, Tensor], Tensor]) -> None:
     """Register ``<kind>_backward_bias``: the gradient before an activation and its column sum."""
 
-    @fxfuse.register_backward_fusion(
-        name=f"{kind}_backward_bias", example={"dy": "m n", "kept": "m n"}, check_on_register=False
-    )
+    @fxfuse.register_backward_fusion(name=f"{kind}_backward_bias", example={"dy": "m n", "kept": "m n"}, check_on_register=False)
     def backward_bias(dy, kept):
         d = backward(dy, kept)
         return d, rows(d).sum(0)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import fxfuse
 import torch.nn.functional as F
 from torch import Tensor
+
+import fxfuse
 
 from .activations import ACTIVATIONS
 from .linears import bias_gradient, linear_gradients

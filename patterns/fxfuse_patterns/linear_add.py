@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import fxfuse
 import torch.nn.functional as F
 
-from .linears import refuse_residual
+import fxfuse
 
 
 @fxfuse.register_forward_fusion(example={"x": "m k", "w": "n k", "r": "m n", "b": "n"}, check_on_register=False)

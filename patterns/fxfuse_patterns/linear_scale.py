@@ -5,8 +5,9 @@ In training the gradient of a tensor scale needs the unscaled output: it is an e
 
 from __future__ import annotations
 
-import fxfuse
 import torch.nn.functional as F
+
+import fxfuse
 
 from .linears import refuse_residual
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import fxfuse
 from torch import Tensor
+
+import fxfuse
 
 
 def refuse_residual(m: fxfuse.Match):
