@@ -23,6 +23,7 @@ PRIVATE_NAMES: dict[str, str] = {
     "partitioner": "torch._functorch.partitioners:min_cut_rematerialization_partition",
     "compile_fx_inner": "torch._inductor.compile_fx:compile_fx_inner",
     "decompositions": "torch._inductor.decomposition:select_decomp_table",
+    "stop_recomputation": "torch.utils.checkpoint:_StopRecomputationError",
     "dynamo_exceptions": "torch._dynamo.exc:TorchDynamoException",
     "graph_pass": "torch._inductor.custom_graph_pass:CustomGraphPass",
     "inductor_config": "torch._inductor.config:joint_custom_pre_pass",
@@ -137,10 +138,12 @@ def compile_fx_inner(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: A
 
 
 def is_control_flow(error: BaseException) -> bool:
-    """Whether an exception is Dynamo steering itself (restart, skip this frame) and must pass."""
+    """Whether an exception is torch steering itself and must pass: Dynamo (restart, skip this frame), or a checkpoint that
+    stops its recomputation early, from inside the compiled call that it recomputes."""
     from torch._dynamo.exc import TorchDynamoException
+    from torch.utils.checkpoint import _StopRecomputationError
 
-    return isinstance(error, TorchDynamoException)
+    return isinstance(error, (TorchDynamoException, _StopRecomputationError))
 
 
 def boxed(function: Callable[..., Any]) -> Callable[[list[Any]], Any]:

@@ -66,13 +66,15 @@ def expand(graph: Graph, node: Node, table: Decompositions, traces: TraceCache, 
     holes = [i for i, a in enumerate(flat) if isinstance(a, Node)]
     operands = [flat[i] for i in holes]
     metas = [value(n) for n in operands]
+    target = node.target
+    assert callable(target)
 
     def call(*values: Any) -> Any:
         filled = list(flat)
         for i, v in zip(holes, values, strict=True):
             filled[i] = v
         args, kwargs = pytree.tree_unflatten(filled, spec)
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        return target(*args, **kwargs)
 
     constants = tuple(repr(a) for i, a in enumerate(flat) if i not in holes)
     key = (form, str(node.target), constants, tuple(holes), str(spec))

@@ -50,7 +50,10 @@ class Match:
 
 
 class Fusion:
-    """A registered fusion. Made by the decorators; its hooks ``check``, ``rewrite``, ``forward`` and ``backward`` are decorators too."""
+    """A registered fusion, made by the decorators.
+
+    Its hooks ``check``, ``rewrite``, ``forward`` and ``backward`` are decorators too.
+    """
 
     def __init__(
         self,

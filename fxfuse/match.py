@@ -198,7 +198,7 @@ class Finder:
         seen = {have[1][1]} if have[0] == VIEW else set()
         for node in self.model.members.get(m, ()):
             if node.target in VIEWS and is_tensor(node.args[0]):
-                source = self.model.class_of.get(node.args[0])  # type: ignore[arg-type]
+                source = self.model.class_of.get(node.args[0])
                 if source is not None and source not in seen and source != m:
                     seen.add(source)
                     yield from self._match(inner, source, {**bound, p: m})
@@ -299,13 +299,17 @@ def _dims(table: Table, c: int) -> str:
     return f"[{', '.join(sizes(table.shapes[c] or ()))}]"
 
 
+def _dtype(table: Table, c: int) -> str:
+    return str(table.dtypes[c]).removeprefix("torch.")
+
+
 def _found(table: Table, m: int | None) -> str:
     if m is None:
         return "nothing"
     name = "an input" if table.head(m) in UNIQUE else _readable(table, m)
     node = next(iter(table.members.get(m, ())), None)
     where = f" = {node.name}" if node is not None else ""
-    return f"{name}{where} {_dims(table, m)} {str(table.dtypes[m]).removeprefix('torch.')}"
+    return f"{name}{where} {_dims(table, m)} {_dtype(table, m)}"
 
 
 def _bias_hint(table: Table, have: Key) -> str:
@@ -313,6 +317,7 @@ def _bias_hint(table: Table, have: Key) -> str:
     for p, q in ((have[1][1], have[2][1]), (have[2][1], have[1][1])):
         inner = table.operand(p, 0) if table.head(p) == _CAST_HEAD else p
         if table.head(inner) == LINEAR:
-            width, dtype = size(table.shape(inner)[-1]), str(table.dtypes[inner]).removeprefix("torch.")
-            return f"; it is linear + {_dims(table, q)} {str(table.dtypes[q]).removeprefix('torch.')}, a bias must be [{width}] {dtype}"
+            width = size(table.shape(inner)[-1])
+            added = f"{_dims(table, q)} {_dtype(table, q)}"
+            return f"; it is linear + {added}, a bias must be [{width}] {_dtype(table, inner)}"
     return ""

@@ -57,4 +57,5 @@ def _time(candidate: Candidate, args: Sequence[Any], kwargs: dict[str, Any], mil
     from triton.testing import do_bench
 
     run: Callable[[], Any] = compat.compiled_by_inductor(candidate.function, args, kwargs)
-    return float(do_bench(run, warmup=5, rep=milliseconds, return_mode="median"))
+    median: Any = do_bench(run, warmup=5, rep=milliseconds, return_mode="median")  # its type allows for a list of quantiles
+    return float(median)

@@ -43,7 +43,8 @@ class _RunsInBackward(torch.autograd.Function):
         return anchor.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
         results = ctx.function(grad, *ctx.saved_tensors)
         return (None, None, grad, *results, *[None] * len(ctx.saved_tensors))
 
@@ -137,8 +138,8 @@ def _other_gelu(_graph: Any, node: Node) -> None:
 
 
 def _constant(node: Node, place: int) -> None:
-    args = list(node.args)
-    args[place] = args[place] + 1  # type: ignore[operator]
+    args: list[Any] = list(node.args)
+    args[place] += 1
     node.args = tuple(args)
 
 

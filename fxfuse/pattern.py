@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, Node
 
 from . import compat
-from .values import is_tensor, metadata
+from .values import is_tensor, metadata, value
 
 Decompositions = Mapping[Any, Callable[..., Any]]
 Function = Callable[..., Any]
@@ -135,15 +135,16 @@ def contributions(gradient: Node | None, depends: frozenset[Node]) -> list[Node]
     """The terms of a gradient that is a sum over several uses of one input."""
     if gradient is None:
         return []
-    if _is_plain_sum(gradient) and all(a in depends for a in gradient.args):
-        return [term for a in gradient.args for term in contributions(a, depends)]  # type: ignore[arg-type]
+    summands = [a for a in gradient.args if is_tensor(a)]
+    if _is_plain_sum(gradient) and all(a in depends for a in summands):
+        return [term for a in summands for term in contributions(a, depends)]
     return [gradient]
 
 
 def _is_plain_sum(node: Node) -> bool:
     if node.target is not torch.ops.aten.add.Tensor or len(node.args) != 2 or node.kwargs:
         return False
-    return all(is_tensor(a) and same_shape_and_dtype(a.meta["val"], node.meta["val"]) for a in node.args)  # type: ignore[union-attr]
+    return all(is_tensor(a) and same_shape_and_dtype(value(a), value(node)) for a in node.args)
 
 
 def same_shape_and_dtype(a: Any, b: Any) -> bool:

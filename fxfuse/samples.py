@@ -97,17 +97,19 @@ def find_examples(pattern: Callable[..., Any], holes: Sequence[Hole]) -> list[Ex
     """
     found: list[Example] = []
     optional = [h.name for h in holes if h.optional and not h.scalar]
+    last_error = ""
     for absent in itertools.chain.from_iterable(itertools.combinations(optional, r) for r in range(len(optional) + 1)):
         for dtypes in ((torch.float32,), DTYPES):
             search = _Search(pattern, holes, frozenset(absent), dtypes)
             examples = _one_of_each_rank(search.solutions({}))
+            last_error = search.last_error
             if examples:
                 break
         found += examples
     if not found:
         shapes = ", ".join(f"{h.name!r}: shape" for h in holes if not h.scalar)
         raise PatternError(
-            f"pattern {name_of(pattern)} runs on none of the shapes that were tried (last error: {search.last_error}); "
+            f"pattern {name_of(pattern)} runs on none of the shapes that were tried (last error: {last_error}); "
             f"pass example={{{shapes}}}"
         )
     return found

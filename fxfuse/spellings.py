@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from .values import EXPAND, SQUARE, Arg, Env, Table, is_power_of_two, is_size, is_tensor, ref, size, sizes, value
+from .values import EXPAND, SQUARE, Arg, Env, Table, is_power_of_two, is_size, is_tensor, operand, ref, size, sizes, value
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -188,44 +188,45 @@ Rule = Callable[[Table, Node, Env], "int | None"]
 
 
 def _copy(table: Table, node: Node, env: Env) -> int | None:
-    return env(node.args[0])
+    return env(operand(node, 0))
 
 
 def _view(table: Table, node: Node, env: Env) -> int | None:
-    return table.view(env(node.args[0]), value(node).shape)
+    return table.view(env(operand(node, 0)), value(node).shape)
 
 
 def _permute(table: Table, node: Node, env: Env) -> int | None:
     rank = value(node).dim()
     dims = list(range(rank))
     if node.target is aten.permute.default:
-        dims = list(node.args[1])
+        dims = list(operand(node, 1))
     elif node.target is aten.t.default:
         dims.reverse()
     elif rank:
-        i, j = node.args[1], node.args[2]
+        i, j = operand(node, 1), operand(node, 2)
         dims[i], dims[j] = dims[j], dims[i]
-    return table.permute(env(node.args[0]), dims) if rank else env(node.args[0])
+    c = env(operand(node, 0))
+    return table.permute(c, dims) if rank else c
 
 
 def _expand(table: Table, node: Node, env: Env) -> int | None:
-    return table.expand(env(node.args[0]), value(node).shape)
+    return table.expand(env(operand(node, 0)), value(node).shape)
 
 
 def _cast(table: Table, node: Node, env: Env) -> int | None:
-    c = env(node.args[0])
+    c = env(operand(node, 0))
     return c if table.dtypes[c] == value(node).dtype else None
 
 
 def _mm(table: Table, node: Node, env: Env) -> int | None:
-    return table.matmul(env(node.args[0]), env(node.args[1])) if len(node.args) == 2 and not node.kwargs else None
+    return table.matmul(env(operand(node, 0)), env(operand(node, 1))) if len(node.args) == 2 and not node.kwargs else None
 
 
 def _bmm(table: Table, node: Node, env: Env) -> int | None:
     """A batch of one, or one matrix for the whole batch, is a linear."""
     if len(node.args) != 2 or node.kwargs:
         return None
-    a, b = env(node.args[0]), env(node.args[1])
+    a, b = env(operand(node, 0)), env(operand(node, 1))
     if size(value(node).shape[0]) == "1":
         product = table.matmul(table.view(a, table.shape(a)[1:]), table.view(b, table.shape(b)[1:]))
         return table.view(product, value(node).shape)
@@ -239,7 +240,7 @@ def _addmm(table: Table, node: Node, env: Env) -> int | None:
     if named["beta"] != 1 or named["alpha"] != 1 or "out_dtype" in named:
         return None
     v = value(node)
-    b, product = env(node.args[0]), table.matmul(env(node.args[1]), env(node.args[2]))
+    b, product = env(operand(node, 0)), table.matmul(env(operand(node, 1)), env(operand(node, 2)))
     if table.takes_bias(product, b):
         return table.with_bias(product, b)
     if sizes(table.shape(b)) == sizes(v.shape) and table.dtypes[b] == v.dtype and not table.strict:
@@ -248,60 +249,57 @@ def _addmm(table: Table, node: Node, env: Env) -> int | None:
 
 
 def _add(table: Table, node: Node, env: Env) -> int | None:
-    if dict(arguments(node))["alpha"] != 1 or not (is_tensor(node.args[0]) and is_tensor(node.args[1])):
+    x, y, v = operand(node, 0), operand(node, 1), value(node)
+    if dict(arguments(node))["alpha"] != 1 or not (is_tensor(x) and is_tensor(y)):
         return None
-    v = value(node)
-    return table.add(env(node.args[0]), env(node.args[1]), v.shape, v.dtype)
+    return table.add(env(x), env(y), v.shape, v.dtype)
 
 
 def _mul(table: Table, node: Node, env: Env) -> int | None:
-    v = value(node)
-    if is_tensor(node.args[0]) and is_tensor(node.args[1]):
-        return table.mul(env(node.args[0]), env(node.args[1]), v.shape, v.dtype)
-    k = _number(node.args[1])
-    if k is None or not is_tensor(node.args[0]) or not v.dtype.is_floating_point:
+    x, y, v = operand(node, 0), operand(node, 1), value(node)
+    if is_tensor(x) and is_tensor(y):
+        return table.mul(env(x), env(y), v.shape, v.dtype)
+    k = _number(y)
+    if k is None or not is_tensor(x) or not v.dtype.is_floating_point:
         return None
-    c = env(node.args[0])
+    c = env(x)
     return table.scale(c, k) if table.dtypes[c] == v.dtype else None
 
 
 def _div(table: Table, node: Node, env: Env) -> int | None:
-    k = _number(node.args[1])
+    k = _number(operand(node, 1))
     if k is None or len(node.args) != 2 or node.kwargs or not is_power_of_two(k) or not value(node).dtype.is_floating_point:
         return None
-    c = env(node.args[0])
+    c = env(operand(node, 0))
     return table.scale(c, 1 / k) if table.dtypes[c] == value(node).dtype else None
 
 
 def _pow(table: Table, node: Node, env: Env) -> int | None:
-    k = _number(node.args[1])
+    k = _number(operand(node, 1))
     if k not in (1, 2) or not value(node).dtype.is_floating_point:
         return None
-    c = env(node.args[0])
+    c = env(operand(node, 0))
     if table.dtypes[c] != value(node).dtype:
         return None  # an integer to the power of a float
     return c if k == 1 else table.intern((SQUARE, ref(c)), value(node).shape, value(node).dtype)
 
 
 def _sum(table: Table, node: Node, env: Env) -> int | None:
-    named, c, v = dict(arguments(node)), env(node.args[0]), value(node)
+    named, c, v = dict(arguments(node)), env(operand(node, 0)), value(node)
     if named["dtype"] not in (None, v.dtype) or table.dtypes[c] != v.dtype:
         return None
     return table.colsum(c, named["dim"], bool(named["keepdim"]), v.shape, v.dtype)
 
 
 def _getitem(table: Table, node: Node, env: Env) -> int | None:
-    source, i = node.args
+    source, i = operand(node, 0), operand(node, 1)
     if not isinstance(source, Node) or source.target not in SPLITS or not isinstance(i, int) or i < 0:
         return None
     shape = value(node).shape
-    dim = (source.args[2] if len(source.args) > 2 else source.kwargs.get("dim", 0)) % len(shape)
-    step = source.args[1]
-    if isinstance(step, (list, tuple)):
-        start = sum((_sizes_of(s) for s in step[:i]), 0)
-    else:
-        start = i * _sizes_of(step)
-    return table.slice(env(source.args[0]), dim, start, shape[dim])
+    dim = dict(arguments(source))["dim"] % len(shape)
+    step = operand(source, 1)
+    start = sum((_sizes_of(s) for s in step[:i]), 0) if isinstance(step, (list, tuple)) else i * _sizes_of(step)
+    return table.slice(env(operand(source, 0)), dim, start, shape[dim])
 
 
 def _slice(table: Table, node: Node, env: Env) -> int | None:
@@ -309,7 +307,7 @@ def _slice(table: Table, node: Node, env: Env) -> int | None:
     if named["step"] != 1:
         return None
     dim = named["dim"] % len(shape)
-    return table.slice(env(node.args[0]), dim, _sizes_of(named["start"]) or 0, shape[dim])
+    return table.slice(env(operand(node, 0)), dim, _sizes_of(named["start"]) or 0, shape[dim])
 
 
 def _slice_scatter(table: Table, node: Node, env: Env) -> int | None:
@@ -317,12 +315,12 @@ def _slice_scatter(table: Table, node: Node, env: Env) -> int | None:
     dim = named["dim"] % len(shape)
     whole, start, end = shape[dim], named["start"] or 0, named["end"]
     fixed = isinstance(whole, int) and isinstance(start, int) and (end is None or isinstance(end, int))
-    zeros = env(node.args[0])
+    zeros = env(operand(node, 0))
     if not fixed or named["step"] != 1 or table.constant_of(zeros) != 0 or start < 0 or (end is not None and end < 0):
         return None
-    if table.dtypes[env(node.args[1])] != value(node).dtype:
+    if table.dtypes[env(operand(node, 1))] != value(node).dtype:
         return None
-    return table.pad(env(node.args[1]), dim, start, whole if end is None else min(whole, end), whole, shape)
+    return table.pad(env(operand(node, 1)), dim, start, whole if end is None else min(whole, end), whole, shape)
 
 
 def _constant_pad(table: Table, node: Node, env: Env) -> int | None:
@@ -335,12 +333,12 @@ def _constant_pad(table: Table, node: Node, env: Env) -> int | None:
     whole = shape[dim]
     if not isinstance(whole, int):
         return None
-    return table.pad(env(node.args[0]), dim, padding[used[0]], whole - padding[used[0] + 1], whole, shape)
+    return table.pad(env(operand(node, 0)), dim, padding[used[0]], whole - padding[used[0] + 1], whole, shape)
 
 
 def _cat(table: Table, node: Node, env: Env) -> int | None:
     v = value(node)
-    parts = [env(part) for part in node.args[0]]
+    parts = [env(part) for part in operand(node, 0)]
     if any(table.dtypes[p] != v.dtype or len(table.shape(p)) != v.dim() for p in parts):
         return None
     dim = dict(arguments(node))["dim"] % v.dim()
@@ -374,19 +372,19 @@ def _full(table: Table, node: Node, env: Env) -> int | None:
 
 def _where(table: Table, node: Node, env: Env) -> int | None:
     v = value(node)
-    a, b = env(node.args[1]), env(node.args[2])
+    a, b = env(operand(node, 1)), env(operand(node, 2))
     short = table.unfilled(a, b, v.shape, v.dtype)
     if short == a:  # never both: the shape would be lost
         b = table.unfilled(b, a, v.shape, v.dtype)
-    return table.where(env(node.args[0]), short, b, v.shape, v.dtype)
+    return table.where(env(operand(node, 0)), short, b, v.shape, v.dtype)
 
 
 def _masked_fill(table: Table, node: Node, env: Env) -> int | None:
-    k, v = _number(node.args[2]), value(node)
-    c = env(node.args[0])
+    k, v = _number(operand(node, 2)), value(node)
+    c = env(operand(node, 0))
     if k is None or sizes(table.shape(c)) != sizes(v.shape):
         return None
-    return table.where(env(node.args[1]), table.constant(k, v.dtype), c, v.shape, v.dtype)
+    return table.where(env(operand(node, 1)), table.constant(k, v.dtype), c, v.shape, v.dtype)
 
 
 _RULES: dict[Any, Rule] = {

@@ -17,7 +17,7 @@ from . import compat
 from .pattern import Traced, same_shape_and_dtype, trace_forward, trace_joint
 from .region import DONE, Context, Refusal, Region, is_backward
 from .spellings import CAST, LAYOUT_ONLY, number
-from .values import is_tensor, metadata, size, value
+from .values import is_tensor, metadata, operand, size, value
 
 aten = torch.ops.aten
 KEPT_META = ("partitioner_tag", "ac_graph_id", "stack_trace", "seq_nr", "custom", "nn_module_stack", "fwd_nn_module_stack")
@@ -105,7 +105,8 @@ def _trace_rewrite(context: Context, region: Region, metas: Sequence[Any]) -> _R
 
 def _trace_differentiable(context: Context, region: Region, metas: Sequence[Any]) -> _Replacement:
     """One trace of the rewrite and its gradients: what ran before the gradient was asked for is the forward."""
-    fusion, tangent = region.fusion, value(region.tangent)  # type: ignore[arg-type]
+    assert region.tangent is not None
+    fusion, tangent = region.fusion, value(region.tangent)
     traced = context.traces.get(
         (fusion.id, fusion.identity, "joint rewrite", region.scalars, region.mask),
         [*metas, tangent],
@@ -156,7 +157,8 @@ def _trace_explicit(context: Context, region: Region, metas: Sequence[Any]) -> _
         gradients = fusion.call_backward(grad, inputs, scalars, saved, region.mask)
         return tuple(g for g, m in zip(gradients, region.mask, strict=True) if m)
 
-    everything = [*metas, *[_refake(m, mode) for m in saved_metas], value(region.tangent)]  # type: ignore[arg-type]
+    assert region.tangent is not None
+    everything = [*metas, *[_refake(m, mode) for m in saved_metas], value(region.tangent)]
     back = context.traces.get(
         (fusion.id, fusion.identity, "backward", scalars, region.mask),
         everything,
@@ -211,7 +213,7 @@ def _refake(v: Any, mode: Any) -> Any:
     """A cached trace carries the fake tensors of another compile: make them this one's."""
     if isinstance(v, (tuple, list)):
         return type(v)(_refake(x, mode) for x in v)
-    if not isinstance(v, torch.Tensor) or v.fake_mode is mode:  # type: ignore[attr-defined]
+    if metadata(v) is None or v.fake_mode is mode:
         return v
     with mode:
         return torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device)
@@ -248,7 +250,7 @@ def _chain(node: Node) -> list[Node]:
 def _is_accumulation(node: Node) -> bool:
     if node.target is not aten.add.Tensor or node.kwargs or len(node.args) != 2 or node.args[0] is node.args[1]:
         return False
-    return is_backward(node) and all(is_tensor(a) and same_shape_and_dtype(value(a), value(node)) for a in node.args)  # type: ignore[arg-type]
+    return is_backward(node) and all(is_tensor(a) and same_shape_and_dtype(value(a), value(node)) for a in node.args)
 
 
 # ------------------------------------------------------------------------------------------------ the surgery
@@ -340,7 +342,7 @@ class _Splicer:
         back = replacement.backward
         assert back is not None and region.tangent is not None
         if back is replacement.forward:
-            env = {**forward_env, back.tangent: region.tangent}
+            env: dict[Any, Any] = {**forward_env, back.tangent: region.tangent}
         else:
             env = dict(zip(back.inputs, [*region.inputs, *saved, region.tangent], strict=True))
         self._inline(replacement.backward_nodes, env, min(n for row in region.gradients for n in row), meta)
@@ -352,10 +354,11 @@ class _Splicer:
         for contribution, chain in total.others:
             user = next(iter(contribution.users))
             if _is_accumulation(user):
-                other = user.args[0] if user.args[1] is contribution else user.args[1]
+                first, second = operand(user, 0), operand(user, 1)
+                other = first if second is contribution else second
                 if user not in chain and not total.keeper_chain:
                     sum_class = self.table.class_of[user]
-                user.replace_all_uses_with(other)  # type: ignore[arg-type]
+                user.replace_all_uses_with(other)
                 self._erase(user)
             else:
                 user.replace_input_with(contribution, self._zeros(contribution, user, meta))

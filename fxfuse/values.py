@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.fx import Node
@@ -33,7 +33,12 @@ def value(node: Node) -> Any:
     return node.meta.get("val")
 
 
-def is_tensor(x: Any) -> bool:
+def operand(node: Node, i: int) -> Any:
+    """Argument ``i`` of a call. Untyped: the operator, not fx, says whether it is a node, a number or a list."""
+    return node.args[i]
+
+
+def is_tensor(x: Any) -> TypeGuard[Node]:
     """Whether ``x`` is a node with a tensor value."""
     return isinstance(x, Node) and isinstance(value(x), torch.Tensor)
 

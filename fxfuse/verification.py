@@ -63,7 +63,8 @@ def verify(fusion: Fusion) -> None:
                 return
     if not compared:
         raise PatternError(
-            f"fusion {fusion.name!r} at {fusion.source}: its check refuses every input on which the pattern runs; pass example={{...}}"
+            f"fusion {fusion.name!r} at {fusion.source}: its check refuses every input on which the pattern runs; "
+            "pass example={...}"
         )
 
 
@@ -140,7 +141,7 @@ def _compare(fusion: Fusion, inputs: Sequence[torch.Tensor | None], case: Case) 
             raise _wrong(fusion, inputs, case, f"the rewrite raises where the pattern runs: {first}") from error
         _check_same(fusion, inputs, case, plain, exact, new, mask)
     for name, old, t in zip(names, before, inputs, strict=True):
-        if t is not None and not torch.equal(old.nan_to_num(), t.nan_to_num()):  # type: ignore[union-attr]
+        if old is not None and t is not None and not torch.equal(old.nan_to_num(), t.nan_to_num()):
             raise _wrong(fusion, inputs, case, f"the rewrite changes its argument {name}")
     return 1
 
@@ -191,7 +192,7 @@ def _differentiated(fusion: Fusion, call: Callable[[list[Any]], Any], inputs: Se
     leaves = [t.detach().requires_grad_(w) if t is not None else None for t, w in zip(inputs, wanted, strict=True)]
     with torch.enable_grad():
         out = as_tuple(call(leaves))[0]
-        asked = [t for t, w in zip(leaves, wanted, strict=True) if w]
+        asked = [t for t, w in zip(leaves, wanted, strict=True) if t is not None and w]
         found = iter(
             torch.autograd.grad(out, asked, _cotangent(out), allow_unused=True)
             if asked and out.requires_grad

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 aten = torch.ops.aten
-Tensor = torch.Tensor
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from .activations import activation
 from .define import define
-
-Tensor = torch.Tensor
 
 
 def _nothing(like: Tensor) -> Tensor:
@@ -81,7 +80,8 @@ class _LinearAct(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
         x, w, kept = ctx.saved_tensors
         mask = ctx.needs_input_grad[:3]
         d, db = torch.ops.fxfuse.act_backward(grad, kept, ctx.act, bool(ctx.has_bias and mask[2]))
@@ -200,7 +200,8 @@ class _GluMlp(torch.autograd.Function):
         return F.linear(hidden, w_down)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
         x, w_gate, w_up, w_down, g, u = ctx.saved_tensors
         need_x, need_gate, need_up, need_down, _ = ctx.needs_input_grad
         d_down = _rows(grad).t() @ _rows(activation(ctx.act).forward(g) * u) if need_down else None
@@ -228,9 +229,8 @@ def glu_mlp(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, act: str) -
     _check_linear("glu_mlp", x, w_gate, None, "w_gate")
     _check_linear("glu_mlp", x, w_up, None, "w_up")
     if w_gate.shape != w_up.shape or w_down.dim() != 2 or w_down.shape[1] != w_gate.shape[0]:
-        raise ValueError(
-            f"glu_mlp: w_gate {tuple(w_gate.shape)} and w_up {tuple(w_up.shape)} must be equal (I, H), w_down {tuple(w_down.shape)} (H, I)"
-        )
+        gate, up, down = (tuple(w.shape) for w in (w_gate, w_up, w_down))
+        raise ValueError(f"glu_mlp: w_gate {gate} and w_up {up} must be equal (I, H), w_down {down} (H, I)")
     if torch.is_grad_enabled() and any(t.requires_grad for t in (x, w_gate, w_up, w_down)):
         return _GluMlp.apply(x, w_gate, w_up, w_down, act)
     return F.linear(glu(x, w_gate, w_up, act), w_down)
@@ -282,8 +282,8 @@ def linear_scale(
 
     With ``save`` True or False the result is ``(out, unscaled linear or an empty tensor)``.
     """
-    tensor = scale if isinstance(scale, torch.Tensor) else None
-    number = 1.0 if isinstance(scale, torch.Tensor) else float(scale)
+    tensor = scale if isinstance(scale, Tensor) else None
+    number = 1.0 if isinstance(scale, Tensor) else float(scale)
     out, unscaled = torch.ops.fxfuse.linear_scale(x, w, b, number, tensor, r, bool(save))
     return out if save is None else (out, unscaled)
 

@@ -43,7 +43,7 @@ def register_separate(kind: str, act: Callable[[Tensor], Tensor]) -> None:
         dg, du = fxfuse.ops.gated_backward(grad, g, u, kind)
         dx_gate, d_gate = linear_gradients(dg, x, w_gate, (mask[0], mask[1]))
         dx_up, d_up = linear_gradients(du, x, w_up, (mask[0], mask[2]))
-        dx = dx_gate + dx_up if mask[0] else None
+        dx = dx_gate + dx_up if dx_gate is not None and dx_up is not None else None
         return dx, d_gate, d_up, bias_gradient(dg, mask[3]), bias_gradient(du, mask[4])
 
 
