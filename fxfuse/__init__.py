@@ -80,8 +80,8 @@ if TYPE_CHECKING:
     from .resetting import reset as reset
     from .window import Op as Op
     from .window import WindowFusion as WindowFusion
-
-__all__ = [*_WHERE, "__version__"]
+else:
+    __all__ = [*_WHERE, "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -19,6 +19,7 @@ from .region import DONE
 from .report import Failure, Report
 from .rewrite import check_expectation, rewrite
 from .settings import OUR_PASS, Settings
+from .window import Windows
 
 Compiled = Callable[..., Any]
 
@@ -36,7 +37,7 @@ def capture(
     gm: GraphModule,
     example_inputs: Sequence[Any],
     settings: Settings,
-    fusions: Sequence[Fusion],
+    fusions: Sequence[Fusion | Windows],
     recipe: Recipe,
     report: Report,
 ) -> Compiled:
@@ -79,7 +80,7 @@ def capture(
     return compiled
 
 
-def _uuid(settings: Settings, fusions: Sequence[Fusion], recipe: Recipe) -> Any:
+def _uuid(settings: Settings, fusions: Sequence[Fusion | Windows], recipe: Recipe) -> Any:
     """What Inductor's cache keys know of our pass; None (no caching) when a user's pass has no identity."""
     users = [p.uuid() if hasattr(p, "uuid") else None for p in settings.user_passes]
     if any(u is None for u in users):

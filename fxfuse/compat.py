@@ -36,7 +36,7 @@ PRIVATE_NAMES: dict[str, str] = {
     "tracing_context": "torch._guards:TracingContext",
     "tracing": "torch._guards:tracing",
     "config_module": "torch.utils._config_module:install_config_module",
-    "structured_trace": "torch._logging:trace_structured",
+    "structured_trace": "torch._logging._internal:trace_structured",
     "backend_registry": f"{REGISTRY}:_BACKENDS",
     "disable_autocast": "torch._C:_DisableAutocast",
     "cudagraph_reset": "torch._inductor.cudagraph_trees:reset_cudagraph_trees",
@@ -80,9 +80,11 @@ def compile_fx(
 
     # A hit in AOTAutograd's cache would skip our pass, and with it the report.
     with functorch_config.patch(enable_autograd_cache=False):
-        return compile_fx(
+        compiled = compile_fx(
             gm, example_inputs, inner_compile=inner_compile, config_patches=config_patches, decompositions=decompositions
         )
+    assert callable(compiled)  # the other kinds of output are those of ahead-of-time packages
+    return compiled
 
 
 def aot_eager(
@@ -154,7 +156,7 @@ def boxed(function: Callable[..., Any]) -> Callable[[list[Any]], Any]:
         args.clear()
         return function(*values)
 
-    call._boxed_call = True  # type: ignore[attr-defined]
+    call._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
     return call
 
 
@@ -443,6 +445,6 @@ def config_entry(default: Any, env_name: str) -> Any:
 
 def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:
     """An artifact for TORCH_TRACE (tlparse); ``payload`` runs only when tracing is on."""
-    from torch._logging import trace_structured
+    from torch._logging._internal import trace_structured
 
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": encoding}, payload_fn=payload)

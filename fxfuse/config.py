@@ -1,6 +1,6 @@
 """Settings with environment twins.
 
-``fxfuse.config.strict = True``, ``with fxfuse.config.patch(strict=True)`` and ``FXFUSE_STRICT=1`` set the same thing:
+``fxfuse.config.strict = True``, ``with fxfuse.config.patch(strict=True)`` and ``FXFUSE_STRICT=1`` set the same setting.
 ``options=`` of torch.compile goes before ``patch``, ``patch`` before assignment, assignment before the environment.
 ``settings`` checks the values where they are used.
 """

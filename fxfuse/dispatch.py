@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import GraphModule
 
-from . import compat, recipe, registry, shadow, trace
+from . import changes, compat, recipe, registry, shadow, trace
 from .capture import capture
 from .errors import FusionCountError, LoweringError, OptionError, RecipeError, warn_once
 from .ops.define import on_launch_failure
@@ -56,7 +56,7 @@ class Dispatch:
 
     def callable(self) -> Callable[..., Any]:
         """What Dynamo calls. The checks cost less than a microsecond: three reads and three comparisons."""
-        active, disabled, version = recipe.active.get, registry.disabled.get, registry.version
+        active, disabled, version = recipe.active.get, registry.disabled.get, changes.version
 
         def fxfuse_dispatch(*args: Any) -> Any:
             now = self.now
@@ -83,7 +83,7 @@ class Dispatch:
 
     def _select(self, late: bool) -> Plan:
         with self.lock:
-            asked = recipe.active.get(), registry.disabled.get(), registry.version.number
+            asked = recipe.active.get(), registry.disabled.get(), changes.version.number
             chosen = self.settings.recipe or recipe.current_recipe()
             fusions = registry.active(self.settings.only, self.settings.without)
             name = (chosen, tuple(f.identity for f in fusions))

@@ -40,7 +40,7 @@ def explain(model: Callable[..., Any], **options: Any) -> Callable[..., Report]:
             capture(gm, example_inputs, chosen, fusions, recipe, report)
             return gm.forward
 
-        torch._dynamo.reset()
+        torch.compiler.reset()
         torch.compile(model, backend=plan_only)(*args, **kwargs)
         return report
 

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from . import registry
+from . import changes, registry
 from .errors import PatternError
 from .recipe import Recipe
 from .samples import Example, Hole, explicit_examples, fill_scalars, find_examples, holes_of, name_of
@@ -250,7 +250,7 @@ class Fusion:
 
     def _changed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         self.__dict__.pop("identity", None)
-        registry.touch()
+        changes.touch()
         return function
 
     def _require_joint(self, hook: str) -> None:

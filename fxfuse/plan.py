@@ -79,7 +79,7 @@ class _Canonical:
     def size(self, s: Any) -> Any:
         if not isinstance(s, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return s
-        expression = s.node.expr
+        expression: Any = s.node.expr
         for symbol in sorted(expression.free_symbols, key=lambda q: q.name):
             self.symbols.setdefault(symbol, f"S{len(self.symbols)}")
         return str(expression.xreplace({q: sympy.Symbol(self.symbols[q]) for q in expression.free_symbols}))

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from . import registry
+from . import changes
 from .errors import RecipeError
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
@@ -81,7 +81,7 @@ def set_default_recipe(recipe: Recipe | str) -> None:
     """The recipe of every thread and task that has not entered ``use_recipe``."""
     global _default
     _default = as_recipe(recipe, "set_default_recipe")
-    registry.touch()
+    changes.touch()
 
 
 @contextlib.contextmanager

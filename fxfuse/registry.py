@@ -11,10 +11,12 @@ from collections.abc import Iterator, Sequence
 from importlib import import_module, metadata
 from typing import TYPE_CHECKING
 
+from .changes import touch
 from .errors import PatternError, warn_once
 
 if TYPE_CHECKING:
     from .fusion import Fusion
+    from .window import Windows
 
 ENTRY_POINT_GROUP = "fxfuse.patterns"
 BUILTIN_PACK = "builtin"
@@ -22,16 +24,7 @@ SIDES = ("joint", "backward", "forward")
 """The order in which fusions are tried."""
 
 _lock = threading.RLock()
-
-
-class _Version:
-    """A number that changes whenever compiled models must look for their plan again."""
-
-    number = 0
-
-
-version = _Version()
-_fusions: list[Fusion] = []
+_fusions: list[Fusion | Windows] = []
 disabled: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar("fxfuse_disabled", default=frozenset())
 """Names that ``disable`` has switched off in this thread and task."""
 _packs: dict[str, str] = {}
@@ -39,7 +32,7 @@ _packs: dict[str, str] = {}
 _loading: contextvars.ContextVar[str] = contextvars.ContextVar("fxfuse_loading", default="")
 
 
-def add(fusion: Fusion, prepend: bool) -> None:
+def add(fusion: Fusion | Windows, prepend: bool) -> None:
     """Register a fusion.
 
     Raises:
@@ -58,13 +51,13 @@ def add(fusion: Fusion, prepend: bool) -> None:
         touch()
 
 
-def _redefined_in_notebook(existing: Fusion, fusion: Fusion) -> bool:
+def _redefined_in_notebook(existing: Fusion | Windows, fusion: Fusion | Windows) -> bool:
     """A notebook cell that is run again defines the same function again."""
     modules = {existing.pattern.__module__, fusion.pattern.__module__}
     return modules == {"__main__"} and ("ipykernel" in sys.modules or hasattr(sys, "ps1"))
 
 
-def remove(fusion: Fusion) -> None:
+def remove(fusion: Fusion | Windows) -> None:
     """Unregister a fusion; removing it again is harmless."""
     with _lock:
         if fusion in _fusions:
@@ -72,25 +65,19 @@ def remove(fusion: Fusion) -> None:
             touch()
 
 
-def touch() -> None:
-    """Say that the set of fusions has changed: the next call of a compiled model looks for its plan again."""
-    with _lock:
-        version.number += 1
-
-
-def find(name: str) -> Fusion | None:
+def find(name: str) -> Fusion | Windows | None:
     """The fusion with this name."""
     return next((f for f in _fusions if f.name == name), None)
 
 
-def list_fusions() -> list[Fusion]:
+def list_fusions() -> list[Fusion | Windows]:
     """Every registered fusion in the order in which they are tried: joint, backward, forward."""
     ensure_packs()
     with _lock:
         return [f for side in SIDES for f in _fusions if f.side == side]
 
 
-def active(only: Sequence[str] | None = None, without: Sequence[str] = ()) -> tuple[Fusion, ...]:
+def active(only: Sequence[str] | None = None, without: Sequence[str] = ()) -> tuple[Fusion | Windows, ...]:
     """The fusions that may fire now."""
     off = disabled.get() | set(without)
     return tuple(f for f in list_fusions() if f.ready and f.name not in off and (only is None or f.name in only))

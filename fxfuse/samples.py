@@ -200,7 +200,7 @@ def _flat(x: Any) -> Iterator[Any]:
 
 
 def _unbound(hole: str) -> torch.Tensor:
-    tensor = torch.Tensor._make_subclass(_Unbound, torch.empty(0, device="meta"))
+    tensor = torch.empty(0, device="meta").as_subclass(_Unbound)
     object.__setattr__(tensor, "hole", hole)
     return tensor
 

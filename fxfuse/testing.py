@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .dispatch import reports
@@ -16,8 +17,6 @@ from .report import Report
 
 __all__ = ["STAGES", "assert_fuses", "assert_matches_eager", "inject", "near_misses"]
 
-Tensor = torch.Tensor
-
 
 def _run(
     function: Callable[..., Any], args: Sequence[Any], train: bool
@@ -25,7 +24,8 @@ def _run(
     """Outputs, gradients of every leaf that requires one, and the arguments afterwards."""
     module = function if isinstance(function, torch.nn.Module) else None
     tensors = [a for a in pytree.tree_leaves(args) if isinstance(a, Tensor)]
-    leaves = [t for t in tensors if t.requires_grad] + [p for p in (module.parameters() if module is not None else ()) if p.requires_grad]
+    parameters = list(module.parameters()) if module is not None else []
+    leaves = [t for t in (*tensors, *parameters) if t.requires_grad]
     torch.manual_seed(0)
     with torch.set_grad_enabled(train):
         outputs = [o for o in pytree.tree_leaves(function(*args)) if isinstance(o, Tensor)]
@@ -43,7 +43,7 @@ def _weighted(o: Tensor) -> Tensor:
 
 
 def _compiled(function: Callable[..., Any], options: Mapping[str, Any] | None) -> Callable[..., Any]:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     return torch.compile(function, backend="fxfuse", options={"lower": "eager", **(options or {})})
 
 

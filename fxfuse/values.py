@@ -51,7 +51,7 @@ def is_size(x: Any) -> bool:
 def size(x: Any) -> str:
     """The name of a size: its number, or its expression over the graph's own symbols."""
     if isinstance(x, torch.SymInt):
-        expression = x.node.expr
+        expression: Any = x.node.expr
         return str(int(expression)) if expression.is_number else str(expression)
     return str(x)
 

@@ -94,7 +94,7 @@ class Windows:
 
     def unregister(self) -> None:
         """Take it out: compiled models run without it from their next call on."""
-        registry.remove(self)  # type: ignore[arg-type]
+        registry.remove(self)
 
     def guesses(self, context: Context, roots: Sequence[Node]) -> Iterator[tuple[Node, Guess]]:
         """A guess at every root where ``fuse`` wants something else than what is there."""

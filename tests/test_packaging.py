@@ -61,7 +61,8 @@ def test_wheel_metadata(wheel: zipfile.ZipFile) -> None:
 # ------------------------------------------------------------------------------------------------ who imports whom
 
 LAYERS = [
-    "errors recipe report faults source values ops",
+    "errors report faults source values ops changes shadow",
+    "recipe",
     "compat",
     "config spellings samples display pattern",
     "registry page trace doctor deferred checkout",

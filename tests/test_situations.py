@@ -384,8 +384,10 @@ MUTATIONS: dict[str, Callable[[Block, Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
-@pytest.mark.parametrize("train", [True, False], ids=["train", "infer"])
+WHAT_AUTOGRAD_NEEDS = ("input_after", "input_between")  # eager itself refuses to change that
+
+
+@pytest.mark.parametrize(("name", "train"), [(n, t) for n in MUTATIONS for t in (True, False) if not t or n not in WHAT_AUTOGRAD_NEEDS])
 def test_mutated_and_aliased_inputs(name: str, train: bool) -> None:
     block = Block()
 
