@@ -61,7 +61,10 @@ def call_table(rounds: int) -> list[dict[str, Any]]:
     for i in range(rounds):
         for backend in BACKENDS if i % 2 else reversed(BACKENDS):
             us[backend].append(timers[backend].blocked_autorange(min_run_time=0.3).median * 1e6)
-    return [{"backend": b, "median us a call": statistics.median(us[b]), "least us": min(us[b]), "added us": added(us, b)} for b in BACKENDS]
+    return [
+        {"backend": b, "median us a call": statistics.median(us[b]), "least us": min(us[b]), "added us": added(us, b)}
+        for b in BACKENDS
+    ]
 
 
 def new_model() -> LanguageModel:
@@ -95,7 +98,10 @@ def step_table(rounds: int) -> list[dict[str, Any]]:
     for a, b in zip(models["inductor"].parameters(), models["fxfuse"].parameters(), strict=True):
         error = (a.grad - b.grad).norm() / a.grad.norm()
         assert error < 1e-4, f"gradients differ by {error:.1e}"
-    return [{"backend": b, "median ms": statistics.median(ms[b]), "least ms": min(ms[b]), "to Inductor": ratio(ms, b)} for b in BACKENDS]
+    return [
+        {"backend": b, "median ms": statistics.median(ms[b]), "least ms": min(ms[b]), "to Inductor": ratio(ms, b)}
+        for b in BACKENDS
+    ]
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import fxfuse
 
 DOCS = Path(__file__).parent
-FLAGS = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-component-update --disable-sync"
+QUIET = "--no-first-run --disable-background-networking --disable-component-update --disable-sync"
 
 
 def main() -> None:
@@ -25,8 +25,9 @@ def main() -> None:
         exec(compile(block[1], str(script), "exec"), {"__name__": "train"})
         print(fxfuse.last_report())
         fxfuse.last_report().save(page)
-        where = [f"--user-data-dir={folder}/chromium", "--window-size=1500,500", f"--screenshot={DOCS / 'report.png'}", page.as_uri()]
-        subprocess.run(["chromium", *FLAGS.split(), *where], check=True, stderr=subprocess.DEVNULL)
+        chromium = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", *QUIET.split(), f"--user-data-dir={folder}/c"]
+        picture = ["--window-size=1500,500", f"--screenshot={DOCS / 'report.png'}", page.as_uri()]
+        subprocess.run([*chromium, *picture], check=True, stderr=subprocess.DEVNULL)
 
 
 if __name__ == "__main__":

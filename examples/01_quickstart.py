@@ -118,7 +118,6 @@ def main() -> None:
 
     report = fxfuse.last_report()
     print(report)
-    print(f"\n{report.why_not('linear_add')}")  # the attention's residual: a dropout stands before it
     report.save(args.report)
     print(f"\nthe report, with the graphs before and after: {args.report}")
 

@@ -15,8 +15,8 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from . import compat
-from .pattern import Decompositions, TraceCache
-from .values import metadata, value
+from .pattern import Decompositions, TraceCache, refake
+from .values import value
 
 aten = torch.ops.aten
 DEFERRED_NAMES = (
@@ -35,6 +35,7 @@ DEFERRED_NAMES = (
 )
 """Inductor decomposes some matmuls by their sizes (one row, one column): they too are matched whole."""
 DEFERRED = frozenset(getattr(aten, name).default for name in DEFERRED_NAMES if hasattr(aten, name))
+MATMULS = frozenset({aten.mm.default, aten.bmm.default, aten.addmm.default})
 TAGS = (
     "fxfuse_region",
     "partitioner_tag",
@@ -78,14 +79,23 @@ def expand(graph: Graph, node: Node, table: Decompositions, traces: TraceCache, 
 
     constants = tuple(repr(a) for i, a in enumerate(flat) if i not in holes)
     key = (form, str(node.target), constants, tuple(holes), str(spec))
-    tensors = [m for m in metas if isinstance(m, torch.Tensor)]
-    if len(tensors) == len(metas):
-        traced = traces.get(key, metas, lambda: compat.trace(call, metas, table, forbid_guards=False))
-    else:
-        traced = compat.trace(call, metas, table, forbid_guards=False)
+    try:
+        traced = _traced(call, key, metas, table, traces, forbid_guards=target in MATMULS)
+    except compat.ShapeGuardError:
+        return  # how it decomposes depends on a size that is not known: whole is right for every size
     if [n.target for n in traced.nodes if n.op == "call_function"] == [node.target]:
         return  # its decomposition declines
     _replace_by_graph(graph, node, traced, operands)
+
+
+def _traced(
+    call: Callable[..., Any], key: Any, metas: list[Any], table: Decompositions, traces: TraceCache, *, forbid_guards: bool
+) -> Graph:
+    def trace() -> Graph:
+        return compat.trace(call, metas, table, forbid_guards=forbid_guards)
+
+    cached = all(isinstance(m, torch.Tensor) for m in metas)  # the cache tells tensors apart, not symbols
+    return traces.get(key, metas, trace) if cached else trace()
 
 
 def _replace_by_graph(graph: Graph, node: Node, traced: Graph, operands: list[Node]) -> None:
@@ -99,7 +109,7 @@ def _replace_by_graph(graph: Graph, node: Node, traced: Graph, operands: list[No
                 result = map_arg(step.args[0], env.__getitem__)
             elif step.op != "placeholder":
                 copy = graph.node_copy(step, env.__getitem__)
-                copy.meta = {**copy.meta, **tags, "val": _in_mode(step.meta["val"], mode)}
+                copy.meta = {**copy.meta, **tags, "val": refake(step.meta["val"], mode)}
                 env[step] = copy
     if isinstance(result, Node):
         node.replace_all_uses_with(result)
@@ -109,12 +119,6 @@ def _replace_by_graph(graph: Graph, node: Node, traced: Graph, operands: list[No
             user.replace_all_uses_with(result[user.args[1]])
             graph.erase_node(user)
     graph.erase_node(node)
-
-
-def _in_mode(v: Any, mode: Any) -> Any:
-    if isinstance(v, (tuple, list)):
-        return type(v)(_in_mode(x, mode) for x in v)
-    if metadata(v) is None or mode is None or v.fake_mode is mode:
-        return v
-    with mode:
-        return torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device)
+    for copy in reversed([n for step, n in env.items() if step.op != "placeholder"]):
+        if not copy.users and not copy.is_impure():
+            graph.erase_node(copy)

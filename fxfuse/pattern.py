@@ -46,6 +46,16 @@ def fresh(meta: Any, requires_grad: bool = False) -> Any:
         return torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=meta.device, requires_grad=requires_grad)
 
 
+def refake(v: Any, mode: Any) -> Any:
+    """A cached trace carries the fake tensors of another compile: make them this one's."""
+    if isinstance(v, (tuple, list)):
+        return type(v)(refake(x, mode) for x in v)
+    if not isinstance(v, torch.Tensor) or mode is None or compat.fake_mode_of([v]) is mode:
+        return v
+    with mode:
+        return torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device)
+
+
 def trace_forward(
     function: Function,
     metas: Sequence[Any],

@@ -149,7 +149,6 @@ class PlanKey:
     graph: str
     """Structural hash: operators, constants, input metadata, requires_grad mask."""
     grad_mode: bool
-    inference_mode: bool
     autocast: tuple[Any, ...]
     recipe: Recipe
     fusions: tuple[str, ...]
@@ -159,12 +158,12 @@ class PlanKey:
     versions: tuple[str, ...]
 
 
-def ambient() -> tuple[bool, bool, tuple[Any, ...]]:
-    """Grad mode, inference mode and autocast, as the compile in progress sees them."""
+def ambient() -> tuple[bool, tuple[Any, ...]]:
+    """Grad mode and autocast, as the compile in progress sees them (Dynamo leaves inference mode, and guards on it)."""
     autocast = tuple(
         (device, torch.is_autocast_enabled(device), str(torch.get_autocast_dtype(device))) for device in ("cpu", "cuda")
     )
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
+    return torch.is_grad_enabled(), autocast
 
 
 @dataclasses.dataclass

@@ -88,19 +88,19 @@ def _is_size_function(target: Any) -> bool:
 def mutated_arguments(node: Node) -> Iterator[Node]:
     """The argument nodes that a call writes to, with every node whose memory they may share."""
     if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
-        for written in _aliased_arguments(node, only_written=True):
+        for written in _aliased_arguments(node):
             yield from _sharing_memory(written)
 
 
-def _aliased_arguments(node: Node, only_written: bool = False) -> list[Node]:
+def _aliased_arguments(node: Node) -> list[Node]:
     """The arguments whose memory a call writes to, or that its result may share."""
-    if node.op != "call_function":
+    if node.target in LAYOUT_ONLY or node.target is operator.getitem:
+        return node.all_input_nodes
+    if not isinstance(node.target, torch._ops.OpOverload):
         return []
-    if not isinstance(node.target, torch._ops.OpOverload) or node.target in LAYOUT_ONLY:
-        return node.all_input_nodes if node.target in LAYOUT_ONLY or node.target is operator.getitem else []
     found: list[Node] = []
     for schema, (_, argument) in zip(node.target._schema.arguments, arguments(node), strict=True):
-        if schema.alias_info is not None and (schema.alias_info.is_write or not only_written):
+        if schema.alias_info is not None:
             found += [a for a in (argument if isinstance(argument, (list, tuple)) else [argument]) if isinstance(a, Node)]
     return found
 

@@ -14,7 +14,7 @@ from torch.fx import Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from . import compat
-from .pattern import Traced, same_shape_and_dtype, trace_forward, trace_joint
+from .pattern import Traced, refake, same_shape_and_dtype, trace_forward, trace_joint
 from .region import DONE, Context, Refusal, Region, is_backward
 from .spellings import CAST, LAYOUT_ONLY, number
 from .values import is_tensor, metadata, operand, size, value
@@ -158,7 +158,7 @@ def _trace_explicit(context: Context, region: Region, metas: Sequence[Any]) -> _
         return tuple(g for g, m in zip(gradients, region.mask, strict=True) if m)
 
     assert region.tangent is not None
-    everything = [*metas, *[_refake(m, mode) for m in saved_metas], value(region.tangent)]
+    everything = [*metas, *[refake(m, mode) for m in saved_metas], value(region.tangent)]
     back = context.traces.get(
         (fusion.id, fusion.identity, "backward", scalars, region.mask),
         everything,
@@ -207,16 +207,6 @@ def _describe(node: Any) -> str:
         if m is None
         else f"[{', '.join(m[0])}] {str(m[2]).removeprefix('torch.')} with strides ({', '.join(m[1])}) on {m[3]}"
     )
-
-
-def _refake(v: Any, mode: Any) -> Any:
-    """A cached trace carries the fake tensors of another compile: make them this one's."""
-    if isinstance(v, (tuple, list)):
-        return type(v)(_refake(x, mode) for x in v)
-    if metadata(v) is None or v.fake_mode is mode:
-        return v
-    with mode:
-        return torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device)
 
 
 # ------------------------------------------------------------------------------------------------ gradients
@@ -301,7 +291,7 @@ class _Splicer:
         with self.graph.inserting_before(before):
             for node in nodes:
                 copy = self.graph.node_copy(node, env.__getitem__)
-                copy.meta = {**meta, "val": _refake(node.meta["val"], self.mode), DONE: self.tag}
+                copy.meta = {**meta, "val": refake(node.meta["val"], self.mode), DONE: self.tag}
                 env[node] = copy
                 number(self.table, copy)
                 self.inserted.append(copy)

@@ -297,15 +297,13 @@ class Table:
 
     def _joined_pads(self, a: int, b: int, shape: Sequence[Any], dtype: torch.dtype) -> int | None:
         """Zero-padded pieces added up: pieces side by side are a cat, pieces of one range add inside."""
-        if self.head(b) != PAD or self.head(a) not in (PAD, CAT):
-            return None
-        if not sizes(self.shape(a)) == sizes(self.shape(b)) == sizes(shape):
+        if self.head(b) != PAD or self.head(a) not in (PAD, CAT) or sizes(self.shape(a)) != sizes(self.shape(b)):
             return None
         _, piece, dim, start, stop, whole = self.keys[b]
         d = int(dim[1])
         if self.head(a) == PAD:
             _, other, *place = self.keys[a]
-            if place == [dim, start, stop, whole] and a <= b:
+            if place == [dim, start, stop, whole]:
                 inner = self.add(other[1], piece[1], self.shape(other[1]), dtype)
                 return self.pad(inner, d, start[1], stop[1], whole[1], shape)
             if place == [dim, ("i", "0"), start, whole] and stop == whole:
@@ -336,8 +334,7 @@ class Table:
                 continue
             x = self.operand(sigmoid, 0)
             g = factors[1] if factors[0] == sigmoid else factors[0]
-            alike = all(sizes(self.shape(c)) == sizes(shape) and self.dtypes[c] == dtype for c in (g, x))
-            if alike and self.keys[self.operand(q, 0)] == (MUL, *sorted([ref(g), ref(x)])):
+            if self.dtypes[g] == self.dtypes[x] == dtype and self.keys[self.operand(q, 0)] == (MUL, *sorted([ref(g), ref(x)])):
                 return self.intern(("aten.silu_backward.default", ref(g), ref(x)), shape, dtype)
         return None
 
@@ -348,7 +345,7 @@ class Table:
     def mul(self, a: int, b: int, shape: Sequence[Any], dtype: torch.dtype) -> int:
         """``a b``."""
         a, b = sorted((a, b))
-        if dtype.is_floating_point and self.dtypes[a] == self.dtypes[b] == dtype:
+        if dtype.is_floating_point and self.dtypes[a] == self.dtypes[b]:
             if a == b:
                 return self.intern((SQUARE, ref(a)), shape, dtype)
             for p, q in ((a, b), (b, a)):
@@ -392,7 +389,7 @@ class Table:
         """A full tensor as its 0-d constant, where ``other`` alone already decides the shape."""
         if self.head(a) != FULL or self.head(other) in (FULL, CONST):
             return a
-        decides = sizes(self.shape(other)) == sizes(shape) and self.dtypes[other] == dtype == self.dtypes[a]
+        decides = sizes(self.shape(other)) == sizes(shape) and self.dtypes[other] == dtype
         return self.operand(a, 0) if decides else a
 
     def pad(self, c: int, dim: int, start: Any, stop: Any, whole: Any, shape: Sequence[Any]) -> int:

@@ -31,7 +31,7 @@ THROUGH_INDUCTOR = [
     "case_16_stride0_tangent",
     *WRONG_IN_INDUCTOR,
 ]
-TIMEOUT = 240.0
+TIMEOUT = 500.0
 
 
 class Runner:

@@ -47,9 +47,9 @@ class Tiny(nn.Module):
         return torch.addmm(batch[:, :3], x, self.row.weight.new_ones(16, 3)) * small + outer.sum() + x.var(0).sum()
 
 
-def signature(gm: GraphModule) -> Signature:
-    """Every node by number, with its operator, arguments and metadata."""
-    number = {n: i for i, n in enumerate(gm.graph.nodes)}
+def signature(graph: torch.fx.Graph) -> Signature:
+    """Every node by number, with its operator, arguments, metadata and the partitioner's tag; not its name."""
+    number = {n: i for i, n in enumerate(graph.nodes)}
 
     def plain(a: Any) -> str:
         return str(torch.fx.map_arg(a, lambda n: f"%{number[n]}"))
@@ -59,84 +59,65 @@ def signature(gm: GraphModule) -> Signature:
             return f"{v.dtype} {tuple(v.shape)} {v.stride()} {v.device}"
         return str(v) if isinstance(v, (int, torch.SymInt)) else type(v).__name__
 
-    return [(n.op, str(n.target), plain(n.args), plain(n.kwargs), metadata(n.meta.get("val"))) for n in gm.graph.nodes]
+    def row(n: torch.fx.Node) -> tuple[str, ...]:
+        target = "" if n.op == "placeholder" else str(n.target)
+        return n.op, target, plain(n.args), plain(n.kwargs), metadata(n.meta.get("val")), str(n.meta.get("partitioner_tag"))
+
+    return [row(n) for n in graph.nodes]
 
 
 class Recorder:
     """Stands for Inductor's compiler of one graph: keeps the graph and runs it as it is."""
 
     def __init__(self) -> None:
-        self.graphs: list[Signature] = []
+        self.joint: list[Signature] = []
+        self.compiled: list[Signature] = []
+        self.saved: list[list[str]] = []
+        """Of each compiled graph, dtype and size of what it returns."""
+
+    def before_partition(self, graph: torch.fx.Graph) -> None:
+        """A joint pass that comes last."""
+        self.joint.append(signature(graph))
 
     def __call__(self, gm: GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
-        self.graphs.append(signature(gm))
+        self.compiled.append(signature(gm.graph))
+        outputs = [n.meta["val"] for n in gm.graph.output_node().all_input_nodes]
+        self.saved.append(sorted(f"{v.dtype} {v.numel()}" for v in outputs if isinstance(v, Tensor)))
         return compat.boxed(gm.forward)
 
 
-def graphs_of(model: nn.Module, x: Tensor, backend: Any, recorder: Recorder, train: bool, dynamic: bool, **options: Any) -> list[Signature]:
-    """The graphs of one step."""
+def step(model: Callable[..., Tensor], x: Tensor, backend: Any, train: bool, dynamic: bool, **options: Any) -> Tensor:
+    """Compile and run once, with a backward if it trains."""
     torch._dynamo.reset()
     more = {"options": options} if options else {}
     with torch.set_grad_enabled(train):
         out = torch.compile(model, backend=backend, dynamic=dynamic, fullgraph=True, **more)(x)
         if train:
             out.float().square().sum().backward()
-    return recorder.graphs
+    return out.detach()
 
 
-def inductors(gm: GraphModule, example_inputs: Sequence[Any], recorder: Recorder) -> Callable[..., Any]:
+def inductors(recorder: Recorder) -> Callable[..., Any]:
     """Inductor without its last step."""
     from torch._inductor.compile_fx import compile_fx
 
-    return compile_fx(gm, example_inputs, inner_compile=recorder)
+    patches = {"joint_custom_pre_pass": recorder.before_partition}
+    return lambda gm, inputs: compile_fx(gm, inputs, inner_compile=recorder, config_patches=patches)
 
 
-@pytest.mark.parametrize("build", [Activations, Tiny], ids=["activations", "tiny"])
-@pytest.mark.parametrize(
-    ("dtype", "train", "dynamic"),
-    list(itertools.product((FP32, BF16), (True, False), (False, True))),
-    ids=lambda v: str(v).removeprefix("torch."),
-)
-def test_graph_is_inductors(
-    build: Callable[[], nn.Module], dtype: torch.dtype, train: bool, dynamic: bool, monkeypatch: pytest.MonkeyPatch
+def compare(
+    model: Callable[..., Tensor], x: Tensor, train: bool, dynamic: bool, monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> None:
-    model, x = build().to(dtype), torch.randn(6, 16).to(dtype)
+    """Inductor's graphs and ours: joint ones and those of an inference are equal, a partition hands over as much."""
     theirs, ours = Recorder(), Recorder()
-    graphs_of(model, x, lambda gm, inputs: inductors(gm, inputs, theirs), theirs, train, dynamic)
+    step(model, x, inductors(theirs), train, dynamic)
     monkeypatch.setattr(compat, "compile_fx_inner", ours)
-    graphs_of(model, x, "fxfuse", ours, train, dynamic, fusions={"only": []})
-    _assert_equal(ours.graphs, theirs.graphs)
+    step(model, x, "fxfuse", train, dynamic, joint_custom_pre_pass=ours.before_partition, **options)
     assert fxfuse.last_report().fused == []
-
-
-@pytest.mark.parametrize("train", [True, False], ids=["train", "infer"])
-def test_graph_is_inductors_where_no_fusion_applies(train: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def pointwise(x: Tensor) -> Tensor:
-        return F.layer_norm(F.gelu(x) + F.silu(x).sin() + torch.sigmoid(x) * torch.tanh(x), (16,)) + F.relu(x) ** 2
-
-    x = torch.randn(6, 16, requires_grad=train)
-    theirs, ours = Recorder(), Recorder()
-    graphs_of(pointwise, x, lambda gm, inputs: inductors(gm, inputs, theirs), theirs, train, False)
-    monkeypatch.setattr(compat, "compile_fx_inner", ours)
-    graphs_of(pointwise, x, "fxfuse", ours, train, False, autotune="off")
-    _assert_equal(ours.graphs, theirs.graphs)
-    assert fxfuse.last_report().fused == []
-
-
-@pytest.mark.parametrize("build", [Activations, Tiny], ids=["activations", "tiny"])
-def test_results_are_inductors_bit_for_bit(build: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x = build(), torch.randn(6, 16)
-    results = []
-    monkeypatch.setattr(compat, "compile_fx_inner", Recorder())
-    for backend, options in ((lambda gm, inputs: inductors(gm, inputs, Recorder()), {}), ("fxfuse", {"fusions": {"only": []}})):
-        model.zero_grad()
-        leaf = x.clone().requires_grad_()
-        torch._dynamo.reset()
-        out = torch.compile(model, backend=backend, **({"options": options} if options else {}))(leaf)
-        out.square().sum().backward()
-        results.append([out.detach(), leaf.grad, *[p.grad.clone() for p in model.parameters()]])
-    for ours, theirs in zip(*results, strict=True):
-        assert torch.equal(ours, theirs)
+    _assert_equal(ours.joint, theirs.joint)
+    if not train:
+        _assert_equal(ours.compiled, theirs.compiled)
+    assert ours.saved == theirs.saved
 
 
 def _assert_equal(ours: list[Signature], theirs: list[Signature]) -> None:
@@ -145,3 +126,42 @@ def _assert_equal(ours: list[Signature], theirs: list[Signature]) -> None:
         differing = [(a, b) for a, b in zip(mine, other, strict=False) if a != b]
         assert not differing, f"{len(differing)} of {len(other)} nodes differ, first: {differing[0]}"
         assert len(mine) == len(other)
+
+
+SITUATIONS = list(itertools.product((FP32, BF16), (True, False), (False, True)))
+
+
+@pytest.mark.parametrize(("dtype", "train", "dynamic"), SITUATIONS, ids=lambda v: str(v).removeprefix("torch."))
+def test_graph_is_inductors(dtype: torch.dtype, train: bool, dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Activations().to(dtype), torch.randn(6, 16).to(dtype)
+    compare(model, x, train, dynamic, monkeypatch, fusions={"only": []})
+
+
+@pytest.mark.parametrize("train", [True, False], ids=["train", "infer"])
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
+def test_tiny_products_are_spelled_as_inductor_spells_them(
+    dtype: torch.dtype, train: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare(Tiny().to(dtype), torch.randn(6, 16).to(dtype), train, False, monkeypatch, fusions={"only": []})
+
+
+@pytest.mark.parametrize("train", [True, False], ids=["train", "infer"])
+def test_graph_is_inductors_where_no_fusion_applies(train: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pointwise(x: Tensor) -> Tensor:
+        return F.layer_norm(F.gelu(x) + F.silu(x).sin() + torch.sigmoid(x) * torch.tanh(x), (16,)) + F.relu(x) ** 2
+
+    compare(pointwise, torch.randn(6, 16, requires_grad=train), train, False, monkeypatch)
+
+
+@pytest.mark.parametrize("build", [Activations, Tiny], ids=["activations", "tiny"])
+def test_results_are_inductors_bit_for_bit(build: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = build(), torch.randn(6, 16)
+    monkeypatch.setattr(compat, "compile_fx_inner", Recorder())
+    results = []
+    for backend, options in ((inductors(Recorder()), {}), ("fxfuse", {"fusions": {"only": []}})):
+        model.zero_grad()
+        leaf = x.clone().requires_grad_()
+        out = step(model, leaf, backend, True, False, **options)
+        results.append([out, leaf.grad, *[p.grad.clone() for p in model.parameters()]])
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from program_writer import Program, traced
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from value_meaning import Run, misread, unequal
 
@@ -35,6 +35,8 @@ class Case:
     """The numbers agree on these inputs, but not in general or not in every bit."""
     traced_with: tuple[Tensor, ...] | None = None
     """Inputs of the trace, if every size of it shall be a symbol."""
+    guards: list[int] = dataclasses.field(default_factory=list)
+    """How many guards the trace has of its own."""
 
     @functools.cached_property
     def traced(self) -> tuple[Program, tuple[Node, Node]]:
@@ -42,6 +44,7 @@ class Case:
         if self.traced_with is None:
             return traced(self.both, *self.inputs)  # type: ignore[return-value]
         graph = make_fx(self.both, tracing_mode="symbolic")(*self.traced_with).graph
+        self.guards[:] = [_shape_guards(graph)]
         return Program(graph, self.inputs), next(n for n in reversed(graph.nodes) if n.op == "output").args[0]  # type: ignore[return-value]
 
     @functools.cached_property
@@ -61,11 +64,19 @@ class Case:
         if (first == second) is not (self.strict if table.strict else self.same):
             yield f"{self}: {table.keys[first]} and {table.keys[second]}"
         yield from unequal(table, self.run)
+        if self.traced_with is not None and self.guards != (now := [_shape_guards(self.traced[0].graph)]):
+            self.guards[:] = now
+            yield f"{self}: numbering has specialised a size"
         if self.traced_with is None and not table.mutated:
             yield from misread(table, self.run)
 
     def __str__(self) -> str:
         return f"{self.rule}: {self.name}"
+
+
+def _shape_guards(graph: Graph) -> int:
+    first = next(iter(graph.nodes)).meta["val"]
+    return len(first.fake_mode.shape_env.guards)
 
 
 CASES: list[Case] = []
