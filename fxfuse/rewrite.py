@@ -26,6 +26,8 @@ from .values import is_tensor
 from .window import Windows
 
 log = logging.getLogger(__name__)
+TAKEN = "; the place went to "
+"""Ends the reason of a refusal where another fusion fired."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +50,8 @@ class _Run:
     """With the place of its root in the graph."""
     missed: dict[tuple[str, Node], Missed] = dataclasses.field(default_factory=dict)
     nearest: dict[str, tuple[Missed, Node]] = dataclasses.field(default_factory=dict)
+    taken: dict[Node, str] = dataclasses.field(default_factory=dict)
+    """Which fusion replaced a node."""
     failures: list[Failure] = dataclasses.field(default_factory=list)
 
 
@@ -213,6 +217,7 @@ def _attempt(run: _Run, guess: Guess) -> Refusal | None:
     if isinstance(spliced, Refusal):
         return spliced
     run.fused.append((run.order[region.root], _fused(run, region, names, spliced)))
+    run.taken.update(dict.fromkeys(region.forward | region.backward, region.fusion.name))
     return None
 
 
@@ -264,15 +269,21 @@ def _remember_nearest(run: _Run, fusion: Fusion, root: Node, mismatch: Mismatch)
 
 
 def _missed(run: _Run) -> tuple[Missed, ...]:
-    """Refused places that no other fusion took, and the nearest miss of each fusion that came to nothing."""
-    refused = [m for (_, root), m in run.missed.items() if _is_free(run.context, root)]
+    """Every refused place, and the nearest miss of each fusion that came to nothing."""
+    refused = [_with_taker(run, m, root) for (_, root), m in run.missed.items()]
     fired = {f.name for _, f in run.fused} | {m.name for m in refused}
     nearest = [m for name, (m, root) in run.nearest.items() if name not in fired and _is_free(run.context, root)]
     return tuple(refused + nearest)
 
 
+def _with_taker(run: _Run, missed: Missed, root: Node) -> Missed:
+    """Say so when another fusion took the place afterwards."""
+    taker = run.taken.get(root)
+    return missed if taker is None else dataclasses.replace(missed, reason=f"{missed.reason}{TAKEN}{taker}")
+
+
 def _raise_refused(missed: Sequence[Missed]) -> None:
-    refused = [m for m in missed if m.matched == m.total]
+    refused = [m for m in missed if m.matched == m.total and TAKEN not in m.reason]
     if refused:
         lines = [f"  {m.name}: {m.reason} at {m.source or m.node}" for m in refused]
         raise FusionCountError(f"fusion {refused[0].name!r} was refused: {refused[0].reason}; all refusals:\n" + "\n".join(lines))

@@ -1,4 +1,4 @@
-"""Mutants of the value rules: each condition forced to hold and forced to fail, each constant choice dropped, each rule taken away."""
+"""Mutants of the value rules: each condition forced to hold and to fail, each link of a chain dropped, each rule taken away."""
 
 from __future__ import annotations
 

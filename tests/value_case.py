@@ -35,8 +35,6 @@ class Case:
     """The numbers agree on these inputs, but not in general or not in every bit."""
     traced_with: tuple[Tensor, ...] | None = None
     """Inputs of the trace, if every size of it shall be a symbol."""
-    guards: list[int] = dataclasses.field(default_factory=list)
-    """How many guards the trace has of its own."""
 
     @functools.cached_property
     def traced(self) -> tuple[Program, tuple[Node, Node]]:
@@ -44,7 +42,6 @@ class Case:
         if self.traced_with is None:
             return traced(self.both, *self.inputs)  # type: ignore[return-value]
         graph = make_fx(self.both, tracing_mode="symbolic")(*self.traced_with).graph
-        self.guards[:] = [_shape_guards(graph)]
         return Program(graph, self.inputs), next(n for n in reversed(graph.nodes) if n.op == "output").args[0]  # type: ignore[return-value]
 
     @functools.cached_property
@@ -58,25 +55,29 @@ class Case:
         first, second = self.traced[1]
         return self.run.number[first] == self.run.number[second]
 
-    def failures(self, table: Any) -> Iterator[str]:
-        """What is wrong with a table of the program."""
-        first, second = (table.class_of[n] for n in self.traced[1])
-        if (first == second) is not (self.strict if table.strict else self.same):
+    def failures(self, number_graph: Function, strict: bool) -> Iterator[str]:
+        """What is wrong with the numbering of the program."""
+        graph, nodes = self.traced[0].graph, self.traced[1]
+        guards = _shape_guards(graph)
+        table = number_graph(graph, strict)
+        first, second = (table.class_of[n] for n in nodes)
+        if (first == second) is not (self.strict if strict else self.same):
             yield f"{self}: {table.keys[first]} and {table.keys[second]}"
         yield from unequal(table, self.run)
-        if self.traced_with is not None and self.guards != (now := [_shape_guards(self.traced[0].graph)]):
-            self.guards[:] = now
-            yield f"{self}: numbering has specialised a size"
         if self.traced_with is None and not table.mutated:
             yield from misread(table, self.run)
+        if _shape_guards(graph) != guards:
+            del self.__dict__["traced"], self.__dict__["run"]  # its sizes are symbols no longer
+            yield f"{self}: numbering has specialised a size"
 
     def __str__(self) -> str:
         return f"{self.rule}: {self.name}"
 
 
 def _shape_guards(graph: Graph) -> int:
-    first = next(iter(graph.nodes)).meta["val"]
-    return len(first.fake_mode.shape_env.guards)
+    """How many guards the sizes of a symbolic trace have."""
+    modes = (getattr(n.meta.get("val"), "fake_mode", None) for n in graph.nodes)
+    return next((len(mode.shape_env.guards) for mode in modes if mode is not None), 0)
 
 
 CASES: list[Case] = []

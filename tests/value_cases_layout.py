@@ -87,6 +87,13 @@ apart(
     lambda x: aten.reshape.default(expand(view(x, [2, 1, 3, 4]), [2, 2, 3, 4]), [4, 3, 4]),
     (2, 3, 4),
 )
+apart(
+    "a matrix of looked up rows",
+    lambda w, i: expand(aten.embedding.default(w, i), [2, 4, 4]),
+    lambda w, i: expand(w, [2, 4, 4]),
+    (4, 4),
+    torch.tensor([[3, 0, 0, 1]]),
+)
 apart("a wider row", lambda x: expand(x, [2, 4]), lambda x: expand(x, [3, 4]), (1, 4))
 
 rule("slice")
@@ -157,6 +164,29 @@ same(
     lambda x, y: cat([add(x, y), y], 1),
     (3, 4), (3, 4),
 )  # fmt: skip
+same("a cat with zeros", lambda x: cat([zeros(x, 3, 4), x], 1), high, (3, 4))
+same("between zeros", lambda x: cat([zeros(x, 3, 2), x, zeros(x, 3, 1)], 1), lambda x: pad(x, [2, 1]), (3, 4))
+same("a cat with zeros by rows", lambda x: cat([x, zeros(x, 2, 4)]), lambda x: pad(x, [0, 0, 0, 2]), (3, 4))
+apart("a cat with ones", lambda x: cat([aten.new_full.default(x, [3, 4], 1), x], 1), high, (3, 4))
+apart("a cat of zeros", lambda x: cat([zeros(x, 3, 4), zeros(x, 3, 4)], 1), lambda x: zeros(x, 3, 4), (3, 4))
+apart("a cat of one", lambda x: cat([x], 1), lambda x: pad(x, [1, 0]), (3, 4))
+apart("zeros in between", lambda x, y: cat([x, zeros(x, 3, 4), y], 1), lambda x, y: pad(x, [0, 8]), (3, 4), (3, 4))
+apart(
+    "onto pieces of the other dimension",
+    lambda x, y, z: add(cat([x, y]), scatter(zeros(z, 4, 4), z, 1, 0, 4)),
+    lambda x, y, z: cat([add(x, cut(z, 0, 0, 2)), y]),
+    (2, 4),
+    (2, 4),
+    (4, 4),
+)
+apart(
+    "a row onto a wider piece",
+    lambda x, y: add(low(x), high(y)),
+    lambda x, y: cat([x, expand(y, [3, 4])], 1),
+    (3, 4),
+    (1, 4),
+    alike=True,
+)
 apart("padding on the other side", low, high, (3, 4))
 apart("padding with ones", lambda x: pad(x, [0, 4], 1.0), low, (3, 4))
 apart("two paddings", lambda x: pad(x, [0, 4]), lambda x: pad(x, [0, 4, 0, 1]), (3, 4))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from program_writer import CAST
 from value_case import FP32, FP64, apart, aten, floats, ints, itself, rule, same
 
@@ -110,6 +111,22 @@ same(
     lambda x, w: mul(view(mm(view(x, [1, 5]), t(w)), [3]), 2.0),
     (5,), (3, 5),
 )  # fmt: skip
+same(
+    "a view of no columns",
+    lambda x, w: view(linear(x, w), [2, 2, 0]),
+    lambda x, w: view(view(linear(x, w), [1, 4, 0]), [2, 2, 0]),
+    (1, 5),
+    (0, 5),
+)
+same("one number", lambda x, w: view(linear(x, w), []), lambda x, w: view(view(linear(x, w), [1, 1, 1]), []), (1, 5), (1, 5))
+apart(
+    "looked up rows are not one matrix",
+    lambda x, w, i: bmm(x, aten.embedding.default(w, i)),
+    lambda x, w, i: bmm(x, expand(w, [2, 5, 4])),
+    (2, 3, 5),
+    (5, 4),
+    torch.tensor([[3, 0, 0, 1, 4], [0, 1, 2, 3, 4]]),
+)
 apart("the weight itself", linear, lambda x, w: mm(x, w), (4, 4), (4, 4))
 apart("operands swapped", linear, lambda x, w: linear(w, x), (4, 4), (4, 4))
 apart("the bias of the transposed", lambda x, w, b: t(addmm(b, x, t(w))), lambda x, w, b: addmm(b, w, t(x)), (4, 4), (4, 4), (4,))

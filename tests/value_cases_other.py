@@ -28,6 +28,20 @@ same(
     lambda: call(aten.arange.start_step, 0, 4, 1, pin_memory=False),
     lambda: call(aten.arange.start_step, 0, 4, 1),
 )
+same(
+    "lists of equal values",
+    lambda x, y: aten.stack.default([add(x, y)]),
+    lambda x, y: aten.stack.default([add(y, x)]),
+    (4,),
+    (4,),
+)
+same("by name", lambda x: softmax(x, 1, False), lambda x: softmax(self=x, dim=1, half_to_float=False), (3, 4))
+same(
+    "differentiable or not",
+    lambda: call(torch.ops.prims.full.default, [2], 1.5, dtype=FP32, device=torch.device("cpu"), requires_grad=True),
+    lambda: call(torch.ops.prims.full.default, [2], 1.5, dtype=FP32, device=torch.device("cpu"), requires_grad=False),
+)
+apart("no dimension", lambda x: aten.argmax.default(x), lambda x: aten.argmax.default(x, 0), (4, 4))
 same("outputs of equal calls", lambda x: aten.sort.default(x)[1], lambda x: aten.sort.default(x, -1)[1], (4,))
 same(
     "arguments that are spelled otherwise",
@@ -103,6 +117,19 @@ before_and_after("by a list", lambda x, y: neg(y), lambda x, y: aten._foreach_ad
 before_and_after("a copy over it", lambda x, y: neg(x), lambda x, y: aten.copy_.default(x, y), (4,), (4,))
 before_and_after("of something else", lambda x, y: neg(y), write, (4,), (4,), same=True)
 before_and_after("of what is only read", lambda x, y: neg(y), lambda x, y: aten.add_.Tensor(x, y), (4,), (4,), same=True)
+
+
+before_and_after("of an unsafe view", neg, lambda x: write(aten._unsafe_view.default(x, [16])), (4, 4))
+
+
+def computed_from_it(x: Any) -> tuple[Any, Any]:
+    y = neg(x)
+    before = aten.exp.default(y)
+    write(x)
+    return before, aten.exp.default(y)
+
+
+in_order("of what something was computed from", computed_from_it, (4, 4), same=True)
 
 
 def written_through_an_older_view(x: Any) -> tuple[Any, Any]:

@@ -91,6 +91,14 @@ same(
     silu_backward,
     (4,), (4,), strict=False,
 )  # fmt: skip
+same(
+    "with g computed last",
+    lambda h, x: ((s := sigmoid(x)), (g := aten.neg.default(h)), add(mul(g, s), sigmoid_backward(mul(g, x), s)))[2],
+    lambda h, x: silu_backward(aten.neg.default(h), x),
+    (4,),
+    (4,),
+    strict=False,
+)
 apart("y sigmoid(x)", lambda x, y: mul(y, sigmoid(x)), lambda x, y: silu(x), (4,), (4,))
 apart("y silu(x)", lambda x, y: mul(y, sigmoid(x)), lambda x, y: silu(y), (4,), (4,))
 apart("x hardsigmoid(x)", lambda x: mul(x, aten.hardsigmoid.default(x)), silu, (4,))
@@ -139,6 +147,14 @@ apart(
 apart("a quotient", lambda g, x: add(div(g, sigmoid(x)), sigmoid_backward(mul(g, x), sigmoid(x))), silu_backward, GRADIENT, SMALL)
 apart("of a row", silu_gradient, lambda g, x: expand(silu_backward(cut(g, 0, 0, 1), x), [3, 4]), (3, 4), (1, 4))
 apart("of a row of gradients", silu_gradient, lambda g, x: silu_backward(expand(g, [3, 4]), x), (1, 4), (3, 4), alike=True)
+apart(
+    "of a narrower gradient",
+    silu_gradient,
+    lambda g, x: CAST(silu_backward(g, CAST(x, FP32)), FP64),
+    floats(4),
+    (4,),
+    alike=True,
+)
 apart(
     "of something narrower", silu_gradient, lambda g, x: CAST(silu_backward(CAST(g, FP32), x), FP64), (4,), floats(4), alike=True
 )
@@ -212,6 +228,12 @@ apart(
     torch.zeros(4),
     (4,),
 )
+same(
+    "two constants outside",
+    lambda m: where(inverse(m), full([2, 4], 0.0), full([2, 4], 1.0)),
+    lambda m: where(m, full([2, 4], 1.0), full([2, 4], 0.0)),
+    mask(4),
+)
 apart(
     "two constants of other shapes",
     lambda m: where(m, full([2, 4], 1.0), full([2, 4], 0.0)),
@@ -263,7 +285,8 @@ same("zeros like another", lambda a: aten.zeros_like.default(a), lambda a: full(
 same("new zeros", lambda a: aten.new_zeros.default(a, [3]), lambda a: full([3], 0.0, dtype=FP64), (4,))
 same("new and full", lambda a: aten.new_full.default(a, [3], 5), lambda a: full([3], 5.0, dtype=FP64), (4,))
 same("a scalar tensor", lambda: call(aten.scalar_tensor.default, 2.0), lambda: full([], 2.0))
-same("not a number", lambda: full([2], float("nan")), lambda: full([2], -float("nan")))
+same("not a number", lambda a: full_like(a, float("nan")), lambda a: full([4], float("nan"), dtype=FP64), (4,))
+apart("imaginary", lambda: full([2], 1j), lambda: full([2], 2j))
 apart("of other shapes", lambda: full([2], 0.0), lambda: full([3], 0.0))
 apart("of other dtypes", lambda: full([2], 0.0), lambda: full([2], 0))
 apart("other numbers", lambda: full([2], 1.0), lambda: full([2], 1.5))

@@ -115,3 +115,52 @@ symbolic(
     same=False,
     alike=True,
 )
+symbolic(
+    "a size added to a linear",
+    lambda x, w: (F.linear(x, w) + x.shape[0], F.linear(x, w) + w.shape[0]),
+    (5, 6),
+    (4, 6),
+    (3, 5),
+    (7, 5),
+    same=False,
+)
+symbolic("twice a size", lambda x: (x + (x.shape[0] + x.shape[0]), x + x.shape[0] * 2), (3, 4), (5, 6), same=True)
+symbolic(
+    "scattered up to a symbol",
+    lambda x: (x.new_zeros(8, 4).slice_scatter(x, 0, 0, x.shape[0]), F.pad(x, [0, 0, 0, 8 - x.shape[0]])),
+    (3, 4),
+    (5, 4),
+    same=False,
+    alike=True,
+)
+symbolic(
+    "scattered from a symbol on",
+    lambda x: (x.new_zeros(8, 4).slice_scatter(x, 0, 8 - x.shape[0]), F.pad(x, [0, 0, 8 - x.shape[0], 0])),
+    (3, 4),
+    (5, 4),
+    same=False,
+    alike=True,
+)
+symbolic(
+    "scattered into a symbol",
+    lambda x: (
+        x.new_zeros(x.shape[0], 4).slice_scatter(x[:2], 0, 0, 2),
+        x.new_zeros(x.shape[0], 4).slice_scatter(x[:2], 0, 2, 4),
+    ),
+    (6, 4),
+    (5, 4),
+    same=False,
+)
+symbolic(
+    "a number of a symbol", lambda x: (torch.full((2,), x.shape[0]), torch.full((2,), x.shape[1])), (3, 4), (5, 6), same=False
+)
+symbolic(
+    "one row from a symbol on",
+    lambda x, y: (x[y.shape[0] :], x[y.shape[0] - 8 :]),
+    (8, 4),
+    (3, 4),
+    (8, 6),
+    (5, 6),
+    same=False,
+    alike=True,
+)

@@ -93,7 +93,7 @@ def keys_name_every_argument(_values: Any, spellings: Any) -> None:
 
     program, nodes = traced(several, torch.ones(2, 3), torch.ones(3, 4))
     table = spellings.number_graph(program.graph)
-    (x, w, product), (n, *_) = range(3), [table.class_of[n] for n in nodes]
+    x, w, n = 0, 1, table.class_of[nodes[0]]
     assert table.keys[n] == ("linear", ("n", x), ("n", table.linear_parts(n)[1]), ("k", None))
     assert table.keys[table.linear_parts(n)[1]] == ("permute", ("n", w), ("l", (("i", "1"), ("i", "0"))))
     assert [table.keys[table.class_of[m]] for m in nodes[1:]] == [
@@ -182,4 +182,3 @@ def sizes_and_tensors(values: Any, _spellings: Any) -> None:
     nodes = [graph.placeholder(name) for name in "abc"]
     nodes[0].meta["val"], nodes[1].meta["val"] = torch.ones(2), 3
     assert [values.is_tensor(x) for x in (*nodes, torch.ones(2), 3)] == [True, False, False, False, False]
-
