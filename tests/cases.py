@@ -90,6 +90,19 @@ class Table(list[Case]):
         return pytest.mark.parametrize("case", self, ids=names)
 
 
+def identities(pattern: Callable[..., Any], **defaults: Any) -> Table:
+    """Cases of ``local_fusions.identity(pattern)``, which fires once where nothing else is said."""
+    name = f"identity_{pattern.__name__}"
+    return Table(**{"only": (name,), "fuses": {name: 1}, **defaults})
+
+
+def in_inference(cases: Iterable[Case]) -> Table:
+    """Those cases in which nothing may fuse, without gradients."""
+    table = Table()
+    table += [dataclasses.replace(c, train=False, reason=None) for c in cases if not c.fuses]
+    return table
+
+
 def check(case: Case) -> fxfuse.Report:
     """Compile the case, compare it with eager, and check what fused; returns the report of the compilation."""
     args = case.inputs()

@@ -6,7 +6,7 @@ import ast
 import dataclasses
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,7 +14,7 @@ from unittest import mock
 from fxfuse import spellings, values
 
 SOURCES = {m.__name__: Path(m.__file__ or "").read_text() for m in (values, spellings)}
-Numbering = Callable[..., Any]
+CODE = {name: compile(source, name, "exec") for name, source in SOURCES.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,14 +107,14 @@ class _Replace(ast.NodeTransformer):
         return self.generic_visit(node)
 
 
-def numbering(mutant: Mutant) -> Numbering:
-    """``number_graph`` with the mutant planted."""
+def planted(mutant: Mutant) -> tuple[Any, Any]:
+    """``values`` and ``spellings`` with the mutant in one of them."""
     tree = ast.fix_missing_locations(_Replace(mutant).visit(ast.parse(SOURCES[mutant.module])))
-    return _load({mutant.module: compile(tree, f"<{mutant}>", "exec")}).number_graph
+    return _load({mutant.module: compile(tree, f"<{mutant}>", "exec")})
 
 
-def edited(module: str, before: str, after: str) -> Numbering:
-    """``number_graph`` with a piece of source text replaced.
+def edited(module: str, before: str, after: str) -> tuple[Any, Any]:
+    """``values`` and ``spellings`` with a piece of source text replaced.
 
     Raises:
         ValueError: the text is not there exactly once.
@@ -122,23 +122,23 @@ def edited(module: str, before: str, after: str) -> Numbering:
     source = SOURCES[module]
     if source.count(before) != 1:
         raise ValueError(f"{module} has {before!r} {source.count(before)} times")
-    return _load({module: compile(source.replace(before, after), f"<{module}>", "exec")}).number_graph
+    return _load({module: compile(source.replace(before, after), f"<{module}>", "exec")})
 
 
-def without_rule(target: Any) -> Numbering:
-    """``number_graph`` with an operator's rule taken away."""
-    module = _load({})
-    del module._RULES[target]
-    return module.number_graph
+def without_rule(target: Any) -> tuple[Any, Any]:
+    """``values`` and ``spellings`` with an operator's rule taken away."""
+    changed = _load({})
+    del changed[1]._RULES[target]
+    return changed
 
 
-def _load(changed: dict[str, types.CodeType]) -> Any:
+def _load(changed: dict[str, types.CodeType]) -> tuple[Any, Any]:
     """Fresh copies of both modules, not known to anyone else."""
     copies: dict[str, types.ModuleType] = {}
     with mock.patch.dict(sys.modules):
-        for name, source in SOURCES.items():
+        for name, code in CODE.items():
             module = types.ModuleType(name)
             module.__dict__["__package__"] = "fxfuse"
             copies[name] = sys.modules[name] = module
-            exec(changed.get(name) or compile(source, name, "exec"), module.__dict__)
-    return copies[spellings.__name__]
+            exec(changed.get(name, code), module.__dict__)
+    return copies[values.__name__], copies[spellings.__name__]

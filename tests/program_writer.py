@@ -48,7 +48,7 @@ class Program:
 def _copied(v: Any) -> Any:
     if isinstance(v, (tuple, list)):
         return [_copied(x) for x in v]
-    return v.clone() if isinstance(v, Tensor) else v
+    return v.detach().clone() if isinstance(v, Tensor) else v
 
 
 _tracers: list[GraphAppendingTracer] = []

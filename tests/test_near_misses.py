@@ -102,6 +102,18 @@ def test_broken_condition_is_not_fused(miss: NearMiss) -> None:
     compare.assert_same(compare.run(cases.compiled(miss.fn), args), want, tolerance=1e-4)
 
 
+INFERENCE = [m for m in GENERATED if not m.training_only]
+
+
+# A backward that does not fit refuses a joint fusion too: without gradients the forward has to be told apart by itself.
+@pytest.mark.parametrize("miss", INFERENCE, ids=[m.name for m in INFERENCE])
+def test_broken_condition_is_not_fused_in_inference(miss: NearMiss) -> None:
+    args = miss.inputs()
+    got = compare.run(cases.compiled(miss.fn, only=[miss.fusion]), args, train=False)
+    assert fxfuse.last_report().count(miss.fusion) == 0
+    compare.assert_same(got, compare.run(miss.fn, args, train=False), tolerance=1e-5)
+
+
 @pytest.mark.parametrize("whole", WHOLE, ids=[w.fusion for w in WHOLE])
 def test_unbroken_form_is_fused(whole: NearMiss) -> None:
     args = whole.inputs()

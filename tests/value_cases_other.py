@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from program_writer import call
-from value_case import Function, apart, aten, in_order, rule, same
+from value_case import FP32, Function, apart, aten, in_order, rule, same
 
 view = aten.view.default
 t = aten.t.default

@@ -6,7 +6,9 @@ import torch.nn.functional as F
 
 from near_misses.family import ACTIVATIONS, Family, linear_shapes
 
-activation_backward_bias = Family("{act}_backward_bias", [a for a in ACTIVATIONS if a != "quick_gelu"], linear_shapes)
+activation_backward_bias = Family(
+    "{act}_backward_bias", [a for a in ACTIVATIONS if a != "quick_gelu"], linear_shapes, training_only=True
+)
 
 
 @activation_backward_bias.whole

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from near_misses.family import Family, linear_shapes
 
-dgrad_add = Family("dgrad_add", ("",), linear_shapes)
+dgrad_add = Family("dgrad_add", ("",), linear_shapes, training_only=True)
 
 
 @dgrad_add.whole

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from near_misses.family import Family, linear_shapes
 
-dgrad_scale = Family("dgrad_scale", ("",), linear_shapes, frozen=(1, 2))
+dgrad_scale = Family("dgrad_scale", ("",), linear_shapes, frozen=(1, 2), training_only=True)
 
 
 @dgrad_scale.whole

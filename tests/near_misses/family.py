@@ -72,6 +72,8 @@ class NearMiss:
     broken: str
     fn: Program
     inputs: cases.Inputs
+    training_only: bool = False
+    """Without gradients the condition is not broken."""
 
     @property
     def name(self) -> str:
@@ -88,13 +90,17 @@ class Broken:
     frozen: tuple[int, ...]
     spared: tuple[str, ...] = ()
     """Activations for which the form breaks nothing."""
+    training_only: bool = False
 
 
 class Family:
     """Fusions ``prefix + activation``; ``activations`` is ("",) where the pattern has none."""
 
-    def __init__(self, name: str, activations: Sequence[str], shapes: Shapes, frozen: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, name: str, activations: Sequence[str], shapes: Shapes, frozen: tuple[int, ...] = (), training_only: bool = False
+    ) -> None:
         self.name, self.activations, self.shapes, self.frozen = name, tuple(activations), shapes, frozen
+        self.training_only = training_only
         self.broken_forms: dict[str, Broken] = {}
         self.whole_form: Program | None = None
 
@@ -110,11 +116,13 @@ class Family:
         shapes: Shapes | None = None,
         dtypes: tuple[torch.dtype, ...] = (),
         spared: tuple[str, ...] = (),
+        training_only: bool = False,
     ) -> Any:
         """Collect a form with one condition broken: ``fn(act, *inputs)``, named after the condition."""
 
         def add(fn: Program) -> Program:
-            self.broken_forms[fn.__name__] = Broken(fn, shapes or self.shapes, dtypes, self.frozen, spared)
+            training = training_only or self.training_only
+            self.broken_forms[fn.__name__] = Broken(fn, shapes or self.shapes, dtypes, self.frozen, spared, training)
             return fn
 
         return add(fn) if fn is not None else add
@@ -125,7 +133,7 @@ class Family:
     def miss(self, activation: str, condition: str, sizes: Sizes) -> NearMiss:
         form = self.broken_forms[condition]
         act = NEIGHBOURS.get(activation) if condition == "another_activation" else ACTIVATIONS.get(activation)
-        return NearMiss(self.fusion(activation), condition, _bound(form.fn, act), _inputs(form, sizes))
+        return NearMiss(self.fusion(activation), condition, _bound(form.fn, act), _inputs(form, sizes), form.training_only)
 
     def unbroken(self, activation: str, sizes: Sizes) -> NearMiss:
         """The whole form, to show that the others are near."""

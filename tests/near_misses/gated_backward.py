@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from near_misses.family import Family
 
 gated_backward = Family(
-    "gated_{act}_backward", ("silu", "gelu", "gelu_tanh"), lambda s: [(*s.batch, s.k), (s.n, s.k), (s.n, s.k)]
+    "gated_{act}_backward", ("silu", "gelu", "gelu_tanh"), lambda s: [(*s.batch, s.k), (s.n, s.k), (s.n, s.k)], training_only=True
 )
 
 

@@ -82,7 +82,7 @@ def activated_gate_used_outside(act, x, w_gate, w_up, b_gate, b_up):
     return gate * F.linear(x, w_up, b_up), gate.sin()
 
 
-@gated_mlp.broken
+@gated_mlp.broken(training_only=True)
 def hook_on_the_gate(act, x, w_gate, w_up, b_gate, b_up):
     gate = F.linear(x, w_gate, b_gate)
     gate.register_hook(lambda g: g * 3)

@@ -114,7 +114,7 @@ def linear_selects(act, x, w, b):
 
 
 # where the derivative is taken from the output, the forward alone is replaced and the hook stays where it was
-@linear_act.broken(spared=("relu", "sigmoid", "tanh"))
+@linear_act.broken(spared=("relu", "sigmoid", "tanh"), training_only=True)
 def hook_in_between(act, x, w, b):
     pre = F.linear(x, w, b)
     pre.register_hook(lambda g: g * 3)
@@ -163,7 +163,7 @@ def random_op_in_between(act, x, w, b):
     return act(pre + torch.rand_like(pre) * 0)
 
 
-@linear_act.broken
+@linear_act.broken(training_only=True)
 def checkpoint_boundary_in_between(act, x, w, b):
     pre = checkpoint(F.linear, x, w, b, use_reentrant=False)
     return checkpoint(act, pre, use_reentrant=False)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from near_misses.family import Family, linear_shapes
 
-wgrad_scale = Family("wgrad_scale", ("",), linear_shapes, frozen=(0, 2))
+wgrad_scale = Family("wgrad_scale", ("",), linear_shapes, frozen=(0, 2), training_only=True)
 
 
 @wgrad_scale.whole
