@@ -9,15 +9,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.fx import Graph, GraphModule
 
 from . import choose, compat, deferred, faults
-from .errors import warn_once
+from .errors import LoweringError, warn_once
 from .fusion import Fusion
+from .ops.define import watcher
 from .recipe import Recipe
 from .region import DONE
 from .report import Failure, Report
-from .rewrite import check_expectation, rewrite
+from .rewrite import rewrite
 from .settings import OUR_PASS, Settings
 from .window import Windows
 
@@ -40,6 +42,7 @@ def capture(
     fusions: Sequence[Fusion | Windows],
     recipe: Recipe,
     report: Report,
+    broken: Callable[[], None] = lambda: None,
 ) -> Compiled:
     """Compile a graph that Dynamo captured.
 
@@ -50,6 +53,7 @@ def capture(
         fusions: what to look for, in order.
         recipe: part of the plan's key; its numerics decide what may be fused.
         report: appended to.
+        broken: called when a fused backward raised as it ran: the plan must not run again.
     """
     patches = dict(settings.inductor)
     if recipe.numerics == "strict":
@@ -69,14 +73,12 @@ def capture(
         for user_pass in settings.user_passes:
             user_pass(graph)
 
-    compile_graph = functools.partial(_compile_graph, settings=settings, report=report)
+    compile_graph = functools.partial(_compile_graph, settings=settings, report=report, broken=broken)
     if settings.lower == "eager":
         compiled = compat.aot_eager(copy.deepcopy(gm), example_inputs, transform, compile_graph, table)
     else:
         patches[OUR_PASS] = compat.graph_pass(transform, _uuid(settings, fusions, recipe))
         compiled = compat.compile_fx(copy.deepcopy(gm), example_inputs, compile_graph, patches, table)
-    if settings.expect is not None:
-        check_expectation(report.graphs, dict(settings.expect), report.failures)
     return compiled
 
 
@@ -90,30 +92,76 @@ def _uuid(settings: Settings, fusions: Sequence[Fusion | Windows], recipe: Recip
 
 
 def _compile_graph(
-    gm: GraphModule, example_inputs: Sequence[Any], *, settings: Settings, report: Report, **kwargs: Any
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    settings: Settings,
+    report: Report,
+    broken: Callable[[], None],
+    **kwargs: Any,
 ) -> Compiled:
     """Compile one forward or backward graph; a backward that fails later than its forward must still run."""
     backward = bool(kwargs.get("is_backward"))
-    if not backward or not _has_fused(gm):
-        faults.point("backward" if backward else "compile")
+    if not _has_fused(gm):
         return _compiled(gm, example_inputs, settings, kwargs)
-    unfused = copy.deepcopy(gm)
+    opaque = _has_opaque(gm)
+    unfused = copy.deepcopy(gm) if backward else gm
     try:
-        faults.point("backward")
-        return _compiled(gm, example_inputs, settings, kwargs)
+        faults.point("backward" if backward else "compile")
+        run = _compiled(gm, example_inputs, settings, kwargs)
     except Exception as error:
-        if settings.strict or compat.is_control_flow(error):
+        if not backward or settings.strict or compat.is_control_flow(error):
             raise
-        text = f"{type(error).__name__}: {error}".splitlines()[0]
-        report.failures.append(Failure("backward", "", text))
-        warn_once(f"compiling the fused backward failed, torch runs it instead: {text}; options={{'strict': True}} raises")
+        _record(report, "backward", error)
+        warn_once(
+            f"compiling the fused backward failed, torch runs it instead: {_text(error)}; options={{'strict': True}} raises"
+        )
         return compat.boxed(unfused.forward)
+    return _watched(run, settings, report, broken if backward else None) if opaque else run
+
+
+def _watched(run: Compiled, settings: Settings, report: Report, broken: Callable[[], None] | None) -> Compiled:
+    """``run`` of a graph with opaque operators: what goes wrong in it is recorded with the plan that it belongs to."""
+
+    def launch_failed(op: str, text: str) -> None:
+        if settings.strict:
+            raise LoweringError(f"fxfuse::{op} failed to launch: {text}")
+        report.failures.append(Failure("launch", op, text))
+
+    def call(args: list[Any]) -> Any:
+        token = watcher.set(launch_failed)
+        try:
+            return run(args)
+        except Exception as error:
+            if broken is not None and not settings.strict and not compat.is_control_flow(error):
+                _record(report, "launch", error)
+                warn_once(f"a fused backward raised and its graph runs unfused from the next call on: {_text(error)}")
+                broken()
+            raise
+        finally:
+            watcher.reset(token)
+
+    return compat.as_boxed(call)
+
+
+def _record(report: Report, stage: str, error: Exception) -> None:
+    report.failures.append(Failure(stage, "", _text(error)))
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _compiled(gm: GraphModule, example_inputs: Sequence[Any], settings: Settings, kwargs: dict[str, Any]) -> Compiled:
     if settings.lower == "eager":
         return compat.boxed(gm.forward)
     return compat.compile_fx_inner(gm, example_inputs, **kwargs)
+
+
+def _has_opaque(gm: GraphModule) -> bool:
+    """Whether an operator of a replacement is neither torch's own nor layout: it may raise when it runs."""
+    targets = {n.target for n in gm.graph.nodes if DONE in n.meta and isinstance(n.target, torch._ops.OpOverload)}
+    return any(t.namespace not in ("aten", "prims") for t in targets)
 
 
 def _has_fused(gm: GraphModule) -> bool:

@@ -156,6 +156,11 @@ def boxed(function: Callable[..., Any]) -> Callable[[list[Any]], Any]:
         args.clear()
         return function(*values)
 
+    return as_boxed(call)
+
+
+def as_boxed(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Mark a function that takes its arguments as one list."""
     call._boxed_call = True  # pyright: ignore[reportFunctionMemberAccess]
     return call
 

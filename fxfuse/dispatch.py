@@ -18,10 +18,10 @@ from torch.fx import GraphModule
 
 from . import changes, compat, recipe, registry, shadow, trace
 from .capture import capture
-from .errors import FusionCountError, LoweringError, OptionError, RecipeError, warn_once
-from .ops.define import on_launch_failure
+from .errors import FusionCountError, FxfuseWarning, LoweringError, OptionError, RecipeError, warn_once
 from .plan import Plan, PlanInfo, PlanKey, ambient, counters, numerics_flags, structural_hash, versions
 from .report import Failure, Report
+from .rewrite import check_expectation
 from .settings import Settings
 
 _live: weakref.WeakSet[Dispatch] = weakref.WeakSet()
@@ -38,6 +38,11 @@ class _Now(NamedTuple):
     version: int
 
 
+NOTHING = _Now(None, None, None, -1)
+PASSED_ON = (FusionCountError, OptionError, RecipeError, FxfuseWarning)
+"""Raised on purpose (a warning where warnings are errors): not a failure to recover from."""
+
+
 class Dispatch:
     """Every plan of one captured graph."""
 
@@ -50,7 +55,7 @@ class Dispatch:
         self.hash = structural_hash(gm)
         self.plans: dict[Any, Plan] = {}
         self.lock = threading.RLock()
-        self.now = _Now(None, None, None, -1)
+        self.now = NOTHING
         _live.add(self)
         self._select(late=False)
 
@@ -77,9 +82,9 @@ class Dispatch:
 
     def _plan_for(self, args: Sequence[Any]) -> Plan:
         plan = self._select(late=True)
-        if plan.guard is None or plan.guard(args):
-            return plan
-        return self._unfused_plan(plan.key.recipe)  # built for other sizes than these
+        if plan.broken or not (plan.guard is None or plan.guard(args)):  # guard: built for other sizes than these
+            return self._unfused_plan(plan.key.recipe)
+        return plan
 
     def _select(self, late: bool) -> Plan:
         with self.lock:
@@ -90,47 +95,56 @@ class Dispatch:
             if name not in self.plans:
                 self.plans[name] = self._build(chosen, fusions, late)
             plan = self.plans[name]
-            self.now = _Now(plan if plan.guard is None else None, *asked)
+            self.now = _Now(plan if plan.guard is None and not plan.broken else None, *asked)
             return plan
 
     def _unfused_plan(self, chosen: recipe.Recipe) -> Plan:
         with self.lock:
             name = (chosen, None)
             if name not in self.plans:
-                self.plans[name] = self._build(chosen, (), late=True)
+                self.plans[name] = self._build(chosen, (), late=True, told=False)
             return self.plans[name]
 
     def _recover(self, plan: Plan, error: Exception, args: Sequence[Any]) -> Any:
         """Run unfused where the fused plan raised; if that raises too, the error is the model's own."""
-        if self.settings.strict or not plan.fused or compat.is_control_flow(error):
+        fine = self.settings.strict or not plan.report.fused or isinstance(error, PASSED_ON)
+        if fine or compat.is_control_flow(error):
             raise error
-        unfused = self._unfused_plan(plan.key.recipe)
-        result = unfused.run(*args)
-        plan.run, plan.fused = unfused.run, 0
+        result = self._unfused_plan(plan.key.recipe).run(*args)
+        self._break(plan)
         _fell_back("launch", self.hash, error, plan.report)
         return result
+
+    def _break(self, plan: Plan) -> None:
+        """Never run a plan again."""
+        with self.lock:
+            plan.broken = True
+            self.now = NOTHING
 
     def _verify(self, plan: Plan, args: Sequence[Any]) -> None:
         """Compare the plan with its unfused form, and run that from now on where they differ."""
         plan.unverified = self.settings.verify == "always"
-        unfused = self._unfused_plan(plan.key.recipe).run
-        wrong = shadow.difference(plan.run, unfused, args, self.grad_mode)
+        unfused = self._unfused_plan(plan.key.recipe)
+        wrong = shadow.difference(plan.run, unfused.run, args, self.grad_mode)
         if wrong is None:
             return
         names = ", ".join(sorted({f.name for f in plan.report.fused}))
         if self.settings.strict:
             raise LoweringError(f"graph {self.hash} with {names} differs from its unfused form: {wrong}")
-        plan.run, plan.fused, plan.unverified = unfused, 0, False
+        plan.run = unfused.run  # this call too
+        self._break(plan)
         plan.report.failures.append(Failure("verify", names, wrong))
         warn_once(f"graph {self.hash} with {names} differs from its unfused form and runs unfused from now on: {wrong}")
 
     # -------------------------------------------------------------------------------------- building
 
-    def _build(self, active: recipe.Recipe, fusions: Sequence[Any], late: bool) -> Plan:
+    def _build(self, active: recipe.Recipe, fusions: Sequence[Any], late: bool, told: bool = True) -> Plan:
         report = Report(recipe=repr(active), graph_hash=self.hash)
         started, known = time.perf_counter(), compat.shape_guards(self.mode)
         with self._surroundings(late):
             run = self._compile(active, fusions, report)
+        if fusions and self.settings.expect is not None:
+            check_expectation(report.graphs, self.settings.expect, report.failures)
         guard = compat.new_guard_check(self.mode, known, self.example_inputs) if late else None
         key = PlanKey(
             self.hash,
@@ -147,16 +161,21 @@ class Dispatch:
             versions(),
         )
         counters.built()
-        _remember(report)
+        if told:  # the unfused form of a plan is nobody's report
+            _remember(report)
         unverified = self.settings.verify != "off" and bool(report.fused)
-        return Plan(key, run, time.perf_counter() - started, len(report.fused), report, guard, unverified)
+        return Plan(key, run, time.perf_counter() - started, report, guard, unverified)
 
     def _compile(self, active: recipe.Recipe, fusions: Sequence[Any], report: Report) -> Callable[..., Any]:
+        def broken() -> None:
+            for plan in [p for p in self.plans.values() if p.report is report]:
+                self._break(plan)
+
         try:
-            return capture(self.gm, self.example_inputs, self.settings, fusions, active, report)
+            return capture(self.gm, self.example_inputs, self.settings, fusions, active, report, broken)
         except Exception as error:
-            ours = isinstance(error, (FusionCountError, OptionError, RecipeError))
-            if not fusions or self.settings.strict or ours or compat.is_control_flow(error):
+            fine = not fusions or self.settings.strict or isinstance(error, PASSED_ON)
+            if fine or compat.is_control_flow(error):
                 raise
             report.graphs.clear()
             run = capture(self.gm, self.example_inputs, self.settings, (), active, report)  # raises what the model raises
@@ -180,14 +199,6 @@ def _fell_back(stage: str, graph: str, error: Exception, report: Report) -> None
     text = f"{type(error).__name__}: {error}".splitlines()[0]
     report.failures.append(Failure(stage, "", text))
     warn_once(f"graph {graph} runs unfused, {stage} failed: {text}; options={{'strict': True}} raises instead")
-
-
-def _launch_failed(op: str, error: str) -> None:
-    if _reports:
-        _reports[-1].failures.append(Failure("launch", op, error))
-
-
-on_launch_failure.append(_launch_failed)
 
 
 def _remember(report: Report) -> None:
@@ -217,6 +228,6 @@ def drop_plans() -> None:
     for dispatch in list(_live):
         with dispatch.lock:
             dispatch.plans.clear()
-            dispatch.now = _Now(None, None, None, -1)
+            dispatch.now = NOTHING
     _reports.clear()
     counters.builds = 0

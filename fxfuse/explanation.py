@@ -13,6 +13,7 @@ from .capture import capture
 from .plan import structural_hash
 from .recipe import current_recipe
 from .report import Report
+from .rewrite import check_expectation
 
 
 def explain(model: Callable[..., Any], **options: Any) -> Callable[..., Report]:
@@ -38,6 +39,8 @@ def explain(model: Callable[..., Any], **options: Any) -> Callable[..., Report]:
             fusions = registry.active(chosen.only, chosen.without)
             report.recipe, report.graph_hash = repr(recipe), structural_hash(gm)
             capture(gm, example_inputs, chosen, fusions, recipe, report)
+            if chosen.expect is not None:
+                check_expectation(report.graphs, chosen.expect, report.failures)
             return gm.forward
 
         torch.compiler.reset()

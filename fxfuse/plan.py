@@ -173,18 +173,24 @@ class Plan:
     key: PlanKey
     run: Callable[..., Any]
     seconds: float
-    fused: int
     report: Report
     guard: Callable[[Sequence[Any]], bool] | None = None
     """Of a plan built after Dynamo froze its guards: whether it may run on these arguments."""
     unverified: bool = False
     """Whether its next call is to be compared with its unfused form."""
+    broken: bool = False
+    """It failed as it ran, or differed from its unfused form: the unfused plan runs in its place."""
     calls: int = 0
 
     @property
     def hits(self) -> int:
         """Calls that found it built."""
         return max(self.calls - 1, 0)
+
+    @property
+    def fused(self) -> int:
+        """How many regions were fused."""
+        return len(self.report.fused)
 
     @property
     def graph(self) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from . import compat
 from .dispatch import drop_plans
 from .errors import forget_warnings
+from .ops.define import forget_failed_launches
 from .pattern import TraceCache
 
 
 def reset() -> None:
-    """Drop every plan, trace and report, and let every warning speak again. Registered fusions stay."""
+    """Drop every plan, trace and report, and let every warning speak and every kernel be tried again. Registered fusions stay."""
     drop_plans()
     TraceCache.clear()
     forget_warnings()
+    forget_failed_launches()
     compat.reset_cudagraphs()

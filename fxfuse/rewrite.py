@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch.fx import Graph, Node
 
@@ -289,7 +289,7 @@ def _raise_refused(missed: Sequence[Missed]) -> None:
         raise FusionCountError(f"fusion {refused[0].name!r} was refused: {refused[0].reason}; all refusals:\n" + "\n".join(lines))
 
 
-def check_expectation(records: Sequence[GraphRecord], expected: dict[str, int], failures: Sequence[Failure]) -> None:
+def check_expectation(records: Sequence[GraphRecord], expected: Mapping[str, int], failures: Sequence[Failure]) -> None:
     """Raise FusionCountError where a fusion did not fire as often as expected."""
     for name, count in expected.items():
         fired = sum(f.name == name for r in records for f in r.fused)

@@ -132,7 +132,7 @@ def _fusions(v: Any) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
     if not isinstance(v, Mapping) or not set(v) <= {"only", "disable"}:
         raise OptionError(f"option 'fusions': got {v!r}, expected {{'only': [names], 'disable': [names]}}")
     for key, names in v.items():
-        if isinstance(names, str) or not all(isinstance(n, str) for n in names):
+        if not isinstance(names, (list, tuple, set, frozenset)) or not all(isinstance(n, str) for n in names):
             raise OptionError(f"option 'fusions': {key!r} is {names!r}, expected a list of names")
     known = {f.name for f in registry.list_fusions()}
     for name in [*(v.get("only") or ()), *(v.get("disable") or ())]:
@@ -145,7 +145,7 @@ def _fusions(v: Any) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
 def _expect(v: Any) -> Mapping[str, int] | None:
     if v is None:
         return None
-    if not isinstance(v, Mapping) or not all(isinstance(c, int) and not isinstance(c, bool) for c in v.values()):
+    if not isinstance(v, Mapping) or not all(isinstance(c, int) and not isinstance(c, bool) and c >= 0 for c in v.values()):
         raise OptionError(f"option 'expect': got {v!r}, expected {{fusion name: count}}")
     known = {f.name for f in registry.list_fusions()}
     for name in v:

@@ -87,9 +87,8 @@ def _is_size_function(target: Any) -> bool:
 
 def mutated_arguments(node: Node) -> Iterator[Node]:
     """The argument nodes that a call writes to, with every node whose memory they may share."""
-    if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
-        for written in _aliased_arguments(node):
-            yield from _sharing_memory(written)
+    for written in _aliased_arguments(node):
+        yield from _sharing_memory(written)
 
 
 def _aliased_arguments(node: Node) -> list[Node]:
@@ -205,8 +204,7 @@ def _permute(table: Table, node: Node, env: Env) -> int | None:
     elif rank:
         i, j = operand(node, 1), operand(node, 2)
         dims[i], dims[j] = dims[j], dims[i]
-    c = env(operand(node, 0))
-    return table.permute(c, dims) if rank else c
+    return table.permute(env(operand(node, 0)), dims)
 
 
 def _expand(table: Table, node: Node, env: Env) -> int | None:
@@ -219,13 +217,11 @@ def _cast(table: Table, node: Node, env: Env) -> int | None:
 
 
 def _mm(table: Table, node: Node, env: Env) -> int | None:
-    return table.matmul(env(operand(node, 0)), env(operand(node, 1))) if len(node.args) == 2 and not node.kwargs else None
+    return table.matmul(env(operand(node, 0)), env(operand(node, 1)))
 
 
 def _bmm(table: Table, node: Node, env: Env) -> int | None:
     """A batch of one, or one matrix for the whole batch, is a linear."""
-    if len(node.args) != 2 or node.kwargs:
-        return None
     a, b = env(operand(node, 0)), env(operand(node, 1))
     if size(value(node).shape[0]) == "1":
         product = table.matmul(table.view(a, table.shape(a)[1:]), table.view(b, table.shape(b)[1:]))
@@ -237,7 +233,7 @@ def _bmm(table: Table, node: Node, env: Env) -> int | None:
 
 def _addmm(table: Table, node: Node, env: Env) -> int | None:
     named = dict(arguments(node))
-    if named["beta"] != 1 or named["alpha"] != 1 or "out_dtype" in named:
+    if named["beta"] != 1 or named["alpha"] != 1:
         return None
     v = value(node)
     b, product = env(operand(node, 0)), table.matmul(env(operand(node, 1)), env(operand(node, 2)))
@@ -250,17 +246,17 @@ def _addmm(table: Table, node: Node, env: Env) -> int | None:
 
 def _add(table: Table, node: Node, env: Env) -> int | None:
     x, y, v = operand(node, 0), operand(node, 1), value(node)
-    if dict(arguments(node))["alpha"] != 1 or not (is_tensor(x) and is_tensor(y)):
+    if dict(arguments(node))["alpha"] != 1 or not is_tensor(y):
         return None
     return table.add(env(x), env(y), v.shape, v.dtype)
 
 
 def _mul(table: Table, node: Node, env: Env) -> int | None:
     x, y, v = operand(node, 0), operand(node, 1), value(node)
-    if is_tensor(x) and is_tensor(y):
+    if is_tensor(y):
         return table.mul(env(x), env(y), v.shape, v.dtype)
     k = _number(y)
-    if k is None or not is_tensor(x) or not v.dtype.is_floating_point:
+    if k is None or not v.dtype.is_floating_point:
         return None
     c = env(x)
     return table.scale(c, k) if table.dtypes[c] == v.dtype else None
@@ -268,7 +264,7 @@ def _mul(table: Table, node: Node, env: Env) -> int | None:
 
 def _div(table: Table, node: Node, env: Env) -> int | None:
     k = _number(operand(node, 1))
-    if k is None or len(node.args) != 2 or node.kwargs or not is_power_of_two(k) or not value(node).dtype.is_floating_point:
+    if k is None or not is_power_of_two(k):
         return None
     c = env(operand(node, 0))
     return table.scale(c, 1 / k) if table.dtypes[c] == value(node).dtype else None
@@ -286,14 +282,14 @@ def _pow(table: Table, node: Node, env: Env) -> int | None:
 
 def _sum(table: Table, node: Node, env: Env) -> int | None:
     named, c, v = dict(arguments(node)), env(operand(node, 0)), value(node)
-    if named["dtype"] not in (None, v.dtype) or table.dtypes[c] != v.dtype:
+    if table.dtypes[c] != v.dtype:
         return None
-    return table.colsum(c, named["dim"], bool(named["keepdim"]), v.shape, v.dtype)
+    return table.colsum(c, named["dim"], v.shape, v.dtype)
 
 
 def _getitem(table: Table, node: Node, env: Env) -> int | None:
     source, i = operand(node, 0), operand(node, 1)
-    if not isinstance(source, Node) or source.target not in SPLITS or not isinstance(i, int) or i < 0:
+    if source.target not in SPLITS or i < 0:
         return None
     shape = value(node).shape
     dim = dict(arguments(source))["dim"] % len(shape)
@@ -307,7 +303,8 @@ def _slice(table: Table, node: Node, env: Env) -> int | None:
     if named["step"] != 1:
         return None
     dim = named["dim"] % len(shape)
-    return table.slice(env(operand(node, 0)), dim, _sizes_of(named["start"]) or 0, shape[dim])
+    start = 0 if named["start"] is None else _sizes_of(named["start"])
+    return table.slice(env(operand(node, 0)), dim, start, shape[dim])
 
 
 def _slice_scatter(table: Table, node: Node, env: Env) -> int | None:
@@ -373,16 +370,14 @@ def _full(table: Table, node: Node, env: Env) -> int | None:
 def _where(table: Table, node: Node, env: Env) -> int | None:
     v = value(node)
     a, b = env(operand(node, 1)), env(operand(node, 2))
-    short = table.unfilled(a, b, v.shape, v.dtype)
-    if short == a:  # never both: the shape would be lost
-        b = table.unfilled(b, a, v.shape, v.dtype)
-    return table.where(env(operand(node, 0)), short, b, v.shape, v.dtype)
+    short, other = table.unfilled(a, b, v.shape, v.dtype), table.unfilled(b, a, v.shape, v.dtype)
+    return table.where(env(operand(node, 0)), short, other, v.shape, v.dtype)
 
 
 def _masked_fill(table: Table, node: Node, env: Env) -> int | None:
     k, v = _number(operand(node, 2)), value(node)
     c = env(operand(node, 0))
-    if k is None or sizes(table.shape(c)) != sizes(v.shape):
+    if k is None:
         return None
     return table.where(env(operand(node, 1)), table.constant(k, v.dtype), c, v.shape, v.dtype)
 

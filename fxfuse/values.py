@@ -35,7 +35,7 @@ def value(node: Node) -> Any:
 
 def operand(node: Node, i: int) -> Any:
     """Argument ``i`` of a call. Untyped: the operator, not fx, says whether it is a node, a number or a list."""
-    return node.args[i]
+    return node.args[i] if i < len(node.args) else node.kwargs[node.target._schema.arguments[i].name]  # type: ignore[union-attr]
 
 
 def is_tensor(x: Any) -> TypeGuard[Node]:
@@ -82,11 +82,10 @@ def operands(key: Key) -> list[int]:
     """Every class that a key refers to."""
     found: list[int] = []
     for argument in key[1:]:
-        if isinstance(argument, tuple):
-            if argument[0] == "n":
-                found.append(argument[1])
-            elif argument[0] == "l":
-                found += operands(("", *argument[1]))
+        if argument[0] == "n":
+            found.append(argument[1])
+        elif argument[0] == "l":
+            found += operands(("", *argument[1]))
     return found
 
 
@@ -166,9 +165,8 @@ class Table:
             if len(shape) >= 1 and size(shape[-1]) == size(self.shape(c)[-1]):
                 x, w, b = self.linear_parts(c)  # only leading dims change: the view moves to x
                 return self.linear(self.view(x, [*shape[:-1], self.shape(x)[-1]]), w, b)
-            if len(self.shape(c)) != 2:
-                c = self.view(c, [math.prod(self.shape(c)[:-1]), self.shape(c)[-1]])
-        elif self.head(c) == EXPAND and len(shape) >= 3 and sizes(shape[-2:]) == sizes(self.shape(c)[-2:]):
+            c = self.view(c, [math.prod(self.shape(c)[:-1]), self.shape(c)[-1]])
+        elif self.head(c) == EXPAND and sizes(shape[-2:]) == sizes(self.shape(c)[-2:]):
             base = self.operand(c, 0)
             if len(self.shape(base)) == 2:
                 return self.expand(base, shape)
@@ -181,8 +179,6 @@ class Table:
         if self.head(c) == PERMUTE:
             inner = [int(i[1]) for i in self.keys[c][2][1]]
             dims, c = [inner[d] for d in dims], self.operand(c, 0)
-        if dims == list(range(rank)):
-            return c
         old = self.shape(c)
         new = [old[d] for d in dims]
         moving = [d for d in dims if size(old[d]) != "1"]
@@ -206,11 +202,10 @@ class Table:
         """Broadcast to a shape."""
         if sizes(shape) == sizes(self.shape(c)):
             return c
-        if self.head(c) == VIEW and len(shape) == len(self.shape(c)) >= 2:
+        if self.head(c) == VIEW:
             base = self.operand(c, 0)
-            tails = {sizes(shape[-2:]), sizes(self.shape(c)[-2:]), sizes(self.shape(base))}
-            if len(self.shape(base)) == 2 and len(tails) == 1:
-                c = base
+            if sizes(shape[-2:]) == sizes(self.shape(c)[-2:]) == sizes(self.shape(base)):
+                c = base  # a matrix with leading dimensions of one
         return self.intern((EXPAND, ref(c), ("l", tuple(("i", s) for s in sizes(shape)))), shape, self.dtypes[c])
 
     def slice(self, c: int, dim: int, start: Any, length: Any) -> int:
@@ -221,7 +216,7 @@ class Table:
                 start = max(whole + start, 0) if isinstance(whole, int) else whole + start
             if isinstance(whole, int):
                 start = min(start, whole)
-        if size(start) == "0" and size(length) == size(whole):
+        if size(length) == size(whole):
             return c
         shape = list(self.shape(c))
         shape[dim] = length
@@ -256,15 +251,15 @@ class Table:
         x, w, _ = self.linear_parts(c)
         return self.linear(x, w, b)
 
-    def colsum(self, c: int, dims: Any, keepdim: bool, shape: Sequence[Any], dtype: torch.dtype) -> int:
+    def colsum(self, c: int, dims: Any, shape: Sequence[Any], dtype: torch.dtype) -> int:
         """A sum; over all leading dimensions it is a column sum of the (N, M) matrix, whatever the rank."""
         old = self.shape(c)
         rank = len(old)
         if rank == 0:
             return c
         chosen = sorted(d % rank for d in (dims if isinstance(dims, (list, tuple)) and len(dims) else range(rank)))
-        if rank >= 2 and chosen == list(range(rank - 1)) and (rank == 2 or not self.strict):
-            matrix = c if rank == 2 else self.view(c, [math.prod(old[:-1]), old[-1]])
+        if chosen == list(range(rank - 1)) and (rank == 2 or not self.strict):
+            matrix = self.view(c, [math.prod(old[:-1]), old[-1]])
             if size(self.shape(matrix)[0]) == "1":
                 total = self.view(matrix, [old[-1]])
             else:
@@ -272,7 +267,7 @@ class Table:
         else:
             rest = [s for i, s in enumerate(old) if i not in chosen]
             total = self.intern(("sum", ref(c), ("l", tuple(("i", str(d)) for d in chosen))), rest, dtype)
-        return self.view(total, shape) if keepdim else total
+        return self.view(total, shape)
 
     # -------------------------------------------------------------------------------------- pointwise
 
@@ -283,11 +278,10 @@ class Table:
             for p, q in ((a, b), (b, a)):
                 if p != q and self.takes_bias(p, q):
                     return self.with_bias(p, q)
-            if dtype.is_floating_point:
-                silu = self._silu_backward(a, b, shape, dtype)
-                if silu is not None:
-                    return silu
-        if a == b and dtype.is_floating_point and self.dtypes[a] == dtype:
+            silu = self._silu_backward(a, b, shape, dtype)
+            if silu is not None:
+                return silu
+        if a == b and dtype.is_floating_point:
             return self.scale(a, 2.0)
         for p, q in ((a, b), (b, a)):
             joined = self._joined_pads(p, q, shape, dtype)
@@ -334,7 +328,7 @@ class Table:
                 continue
             x = self.operand(sigmoid, 0)
             g = factors[1] if factors[0] == sigmoid else factors[0]
-            if self.dtypes[g] == self.dtypes[x] == dtype and self.keys[self.operand(q, 0)] == (MUL, *sorted([ref(g), ref(x)])):
+            if self.dtypes[x] == dtype and self.keys[self.operand(q, 0)] == (MUL, *sorted([ref(g), ref(x)])):
                 return self.intern(("aten.silu_backward.default", ref(g), ref(x)), shape, dtype)
         return None
 
@@ -387,7 +381,7 @@ class Table:
 
     def unfilled(self, a: int, other: int, shape: Sequence[Any], dtype: torch.dtype) -> int:
         """A full tensor as its 0-d constant, where ``other`` alone already decides the shape."""
-        if self.head(a) != FULL or self.head(other) in (FULL, CONST):
+        if self.head(a) != FULL or self.head(other) == FULL:
             return a
         decides = sizes(self.shape(other)) == sizes(shape) and self.dtypes[other] == dtype
         return self.operand(a, 0) if decides else a

@@ -32,7 +32,9 @@ def rows(*shape: int, grad: bool = True) -> Tensor:
     return torch.randn(*(shape or (6, 16))).requires_grad_(grad)
 
 
-def compiled(model: Callable[..., Any], *, fullgraph: bool = True, dynamic: bool | None = None, **options: Any) -> Callable[..., Any]:
+def compiled(
+    model: Callable[..., Any], *, fullgraph: bool = True, dynamic: bool | None = None, **options: Any
+) -> Callable[..., Any]:
     """The model through fxfuse, run by torch itself."""
     return torch.compile(model, backend="fxfuse", fullgraph=fullgraph, dynamic=dynamic, options={"lower": "eager", **options})
 

@@ -19,7 +19,16 @@ transformers = pytest.importorskip("transformers")
 
 WIDTHS = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 DECODER = {**WIDTHS, "vocab_size": 50, "num_key_value_heads": 2, "max_position_embeddings": 16, "use_cache": False}
-T5 = {"vocab_size": 50, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0, "use_cache": False}
+T5 = {
+    "vocab_size": 50,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+    "dropout_rate": 0.0,
+    "use_cache": False,
+}
 NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 

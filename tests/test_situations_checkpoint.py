@@ -1,4 +1,4 @@
-"""Activation checkpointing of every kind, inside and around the compiled call; higher-order operators with bodies of their own."""
+"""Activation checkpointing of every kind, inside and around the compiled call; higher-order operators and their bodies."""
 
 from __future__ import annotations
 

@@ -87,6 +87,8 @@ apart(
     lambda x: aten.reshape.default(expand(view(x, [2, 1, 3, 4]), [2, 2, 3, 4]), [4, 3, 4]),
     (2, 3, 4),
 )
+same("of one stacked and more", lambda m: expand(view(m, [1, 3, 4]), [2, 5, 3, 4]), lambda m: expand(m, [2, 5, 3, 4]), (3, 4))
+same("a stack of one", lambda m: view(expand(m, [1, 3, 4]), [3, 4]), itself, (3, 4))
 apart(
     "a matrix of looked up rows",
     lambda w, i: expand(aten.embedding.default(w, i), [2, 4, 4]),
@@ -168,6 +170,12 @@ same("a cat with zeros", lambda x: cat([zeros(x, 3, 4), x], 1), high, (3, 4))
 same("between zeros", lambda x: cat([zeros(x, 3, 2), x, zeros(x, 3, 1)], 1), lambda x: pad(x, [2, 1]), (3, 4))
 same("a cat with zeros by rows", lambda x: cat([x, zeros(x, 2, 4)]), lambda x: pad(x, [0, 0, 0, 2]), (3, 4))
 apart("a cat with ones", lambda x: cat([aten.new_full.default(x, [3, 4], 1), x], 1), high, (3, 4))
+apart(
+    "a cat with zeros of another dtype",
+    lambda x: cat([zeros(CAST(x, FP64), 3, 4), x], 1),
+    lambda x: high(CAST(x, FP32)),
+    floats(3, 4),
+)
 apart("a cat of zeros", lambda x: cat([zeros(x, 3, 4), zeros(x, 3, 4)], 1), lambda x: zeros(x, 3, 4), (3, 4))
 apart("a cat of one", lambda x: cat([x], 1), lambda x: pad(x, [1, 0]), (3, 4))
 apart("zeros in between", lambda x, y: cat([x, zeros(x, 3, 4), y], 1), lambda x, y: pad(x, [0, 8]), (3, 4), (3, 4))

@@ -104,6 +104,7 @@ apart("y silu(x)", lambda x, y: mul(y, sigmoid(x)), lambda x, y: silu(y), (4,), 
 apart("x hardsigmoid(x)", lambda x: mul(x, aten.hardsigmoid.default(x)), silu, (4,))
 apart("of integers", lambda x: mul(x, sigmoid(x)), lambda x: sigmoid(x), ints(4))
 SMALL = torch.linspace(-2, 2, 4, dtype=FP64)
+ROWS = torch.arange(3, dtype=FP64)[:, None]
 GRADIENT = torch.tensor([1.0, -2.0, 3.0, 0.5], dtype=FP64)
 apart("the derivative of g", silu_gradient, lambda g, x: silu_backward(x, g), GRADIENT, SMALL)
 apart("g not times x", lambda g, x: add(mul(g, sigmoid(x)), sigmoid_backward(g, sigmoid(x))), silu_backward, GRADIENT, SMALL)
@@ -145,7 +146,7 @@ apart(
     SMALL,
 )
 apart("a quotient", lambda g, x: add(div(g, sigmoid(x)), sigmoid_backward(mul(g, x), sigmoid(x))), silu_backward, GRADIENT, SMALL)
-apart("of a row", silu_gradient, lambda g, x: expand(silu_backward(cut(g, 0, 0, 1), x), [3, 4]), (3, 4), (1, 4))
+apart("of a row", silu_gradient, lambda g, x: expand(silu_backward(cut(g, 0, 0, 1), x), [3, 4]), SMALL + ROWS, SMALL[None])
 apart("of a row of gradients", silu_gradient, lambda g, x: silu_backward(expand(g, [3, 4]), x), (1, 4), (3, 4), alike=True)
 apart(
     "of a narrower gradient",
@@ -155,6 +156,7 @@ apart(
     (4,),
     alike=True,
 )
+apart("with a narrower sigmoid", silu_gradient, silu_backward, (4,), floats(4), alike=True)
 apart(
     "of something narrower", silu_gradient, lambda g, x: CAST(silu_backward(CAST(g, FP32), x), FP64), (4,), floats(4), alike=True
 )
@@ -254,10 +256,10 @@ apart(
     mask(4),
     floats(4),
 )
-apart(
+same(
     "a masked row",
     lambda m, a: aten.masked_fill.Scalar(a, m, 0),
-    lambda m, a: where(cut(m, 0, 0, 1), full_like(a, 0), a),
+    lambda m, a: where(m, full([], 0.0, dtype=FP64), a),
     mask(3, 4),
     (4,),
 )

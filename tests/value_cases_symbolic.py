@@ -164,3 +164,12 @@ symbolic(
     same=False,
     alike=True,
 )
+symbolic(
+    "pieces of unknown start",
+    lambda x, n: (x.narrow(0, n.item(), 2), x[:2]),
+    (8, 4),
+    torch.tensor(3),
+    (8, 4),
+    torch.tensor(2),
+    same=False,
+)

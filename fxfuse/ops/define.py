@@ -6,8 +6,9 @@ form, and what ``inline`` expands it to; kernels are candidates beside it (``cho
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -54,31 +55,40 @@ OPS: dict[Any, FusedOp] = {}
 """Every fused operator by its overload."""
 
 
-on_launch_failure: list[Callable[[str, str], None]] = []
-"""Called with the operator's name and the error when a kernel fails to launch."""
+watcher: contextvars.ContextVar[Callable[[str, str], None] | None] = contextvars.ContextVar("fxfuse_watcher", default=None)
+"""Told the operator's name and the error when a kernel fails to launch; it may raise. Set by the plan that runs."""
 _failed: set[tuple[Any, ...]] = set()
 
 
 def launch(name: str, kernel: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
-    """``kernel``, and where it raises ``reference`` from then on for these shapes, with one warning."""
+    """``kernel``, and where it raises ``reference`` from then on for these arguments' shapes, with one warning."""
 
     def call(*args: Any) -> Any:
-        shapes = tuple(a.shape if isinstance(a, torch.Tensor) else None for a in args) if _failed else ()
-        if (name, shapes) in _failed:
+        if _failed and _signature(name, args) in _failed:
             return reference(*args)
         try:
             faults.point("launch")
             return kernel(*args)
         except Exception as error:
             result = reference(*args)  # raises the same where the arguments are at fault
-            _failed.add((name, tuple(a.shape if isinstance(a, torch.Tensor) else None for a in args)))
             text = f"{type(error).__name__}: {error}".splitlines()[0]
-            for told in on_launch_failure:
-                told(name, text)
+            tell = watcher.get()
+            if tell is not None:
+                tell(name, text)
+            _failed.add(_signature(name, args))
             warn_once(f"fxfuse::{name} failed to launch, its reference runs instead: {text}", cause=f"launch:{name}")
             return result
 
     return call
+
+
+def _signature(name: str, args: Sequence[Any]) -> tuple[Any, ...]:
+    return (name, *[a.shape if isinstance(a, torch.Tensor) else a for a in args])
+
+
+def forget_failed_launches() -> None:
+    """Try every kernel again."""
+    _failed.clear()
 
 
 def define(schema: str) -> Callable[[Callable[..., Any]], FusedOp]:

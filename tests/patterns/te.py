@@ -61,7 +61,9 @@ class Site:
         return self.tensors[0].dtype
 
 
-def site(label: str, fn: Callable[..., Tensor], shapes: Iterable[Sequence[int]], dtype: torch.dtype, *fuses: str, **more: Any) -> Site:
+def site(
+    label: str, fn: Callable[..., Tensor], shapes: Iterable[Sequence[int]], dtype: torch.dtype, *fuses: str, **more: Any
+) -> Site:
     """A site with fresh data; ``grads`` says which tensors need a gradient (default: all)."""
     shapes = list(shapes)
     grads = more.get("grads", (True,) * len(shapes))

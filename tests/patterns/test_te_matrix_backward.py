@@ -55,7 +55,9 @@ def test_dgrad_accumulates_into_the_extra_outputs_gradient(dtype: torch.dtype, e
 def test_residual_branch_adds_its_gradient_in_dgrad(shape: tuple[int, ...]) -> None:
     def branch(dtype: torch.dtype, grads: tuple[bool, ...]) -> Site:
         names = ("linear_add", "dgrad_add") if grads[0] else ("linear_add",)
-        return te.site(f"{dtype} {grads}", lambda x, w, b: F.linear(x, w, b) + x, [shape, (32, 32), (32,)], dtype, *names, grads=grads)
+        return te.site(
+            f"{dtype} {grads}", lambda x, w, b: F.linear(x, w, b) + x, [shape, (32, 32), (32,)], dtype, *names, grads=grads
+        )
 
     te.check([branch(dtype, g) for dtype in (FP32, BF16) for g in te.subsets(3) if any(g)])
 

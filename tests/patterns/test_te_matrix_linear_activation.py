@@ -93,7 +93,9 @@ def test_training_and_inference_alternate(dtype: torch.dtype, order: str) -> Non
 def _check_step(model: Stack, compiled: Callable[[Tensor], Tensor], x: Tensor, phase: str) -> None:
     exact_model = Stack().double()
     exact_model.load_state_dict(model.state_dict())
-    leaves = [x.detach().clone().requires_grad_(x.requires_grad) for _ in range(2)] + [x.detach().double().requires_grad_(x.requires_grad)]
+    leaves = [x.detach().clone().requires_grad_(x.requires_grad) for _ in range(2)] + [
+        x.detach().double().requires_grad_(x.requires_grad)
+    ]
     results: list[list[Tensor]] = []
     for run, leaf in zip((compiled, model, exact_model), leaves, strict=True):
         owner = exact_model if run is exact_model else model

@@ -1,0 +1,176 @@
+"""The tests of value numbering are strong enough: whatever condition, rule or body is broken, one of them notices.
+
+Conditions are found in the sources, so a new one is tested from the day it is written. A mutant is caught by a check, by a
+case or by a random program; one that is not is either listed below with the reason why it changes nothing, or a hole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fuzz_programs import generate
+from mutation import Mutant, edited, mutants, planted, without_rule
+from program_writer import Program
+from value_cases import CASES
+from value_checks import CHECKS
+from value_meaning import Run, misread, unequal
+
+from fxfuse.spellings import _RULES
+
+PROGRAMS = 24
+CPU_SECONDS = 3.0
+"""After so much time a mutant counts as caught: it does not end."""
+
+WITHOUT_EFFECT = {
+    ("size", "isinstance(x, torch.SymInt)", "False"): "a SymInt prints as its expression",
+    ("size", "expression.is_number", "False"): "so does a number",
+    ("Table.slice", "isinstance(start, int)", "True"): "the slice itself has compared its start with zero",
+    ("Table.slice", "isinstance(whole, int)", "True"): "and with the extent",
+    ("Table._joined_pads", "not isinstance(extent, int)", "False"): "a pad has a fixed extent, so has a cat of its shape",
+    ("Table._joined_pads", "isinstance(extent, int)", "True"): "as above",
+    ("evaluate", "table.mutated", "True"): "only saves time",
+    ("_aliased_arguments", "isinstance(a, Node)", "True"): "what is written to is a node",
+    ("_number", "not isinstance(a, bool)", "True"): "True is one in every rule; it stays a constant of its own",
+    ("_number", "isinstance(a, bool)", "False"): "as above",
+    ("_addmm", "sizes(table.shape(b)) == sizes(v.shape)", "True"): "narrows: a row is added as well",
+    ("_addmm", "table.dtypes[b] == v.dtype", "True"): "addmm takes one dtype",
+    ("_constant_pad", "not isinstance(whole, int)", "False"): "narrows: sizes that are symbols are compared by name",
+    ("_constant_pad", "isinstance(whole, int)", "True"): "as above",
+    ("_padded_piece", "len(parts) == 1", "False"): "narrows: a cat of one is padded by nothing",
+    ("_padded_piece", "not all((isinstance(e, int) for e in extents))", "False"): "narrows, as for a pad",
+    ("_padded_piece", "all((isinstance(e, int) for e in extents))", "True"): "as above",
+    ("_padded_piece", "isinstance(e, int)", "True"): "as above",
+}
+
+VALUES, SPELLINGS = "fxfuse.values", "fxfuse.spellings"
+BODIES = [
+    (VALUES, 'intern((kind, ("u", len(self.keys)))', 'intern((kind, ("u", 0))'),
+    (VALUES, "[inner[d] for d in dims]", "[dims[d] for d in inner]"),
+    (VALUES, "[kept.index(d) for d in moving]", "[moving.index(d) for d in kept]"),
+    (VALUES, "return self.expand(self.permute(base, [1, 0]), new)", "return self.expand(base, new)"),
+    (VALUES, "return self.linear(w, x, None)", "return self.linear(x, w, None)"),
+    (VALUES, "return self.linear(a, self.permute(b, [1, 0]), None)", "return self.linear(a, b, None)"),
+    (VALUES, "(SLICE, ref(c), (\"i\", str(dim)), ", "(SLICE, ref(c), (\"i\", '0'), "),
+    (VALUES, "max(whole + start, 0)", "max(start, 0)"),
+    (VALUES, "start = min(start, whole)", "start = start"),
+    (VALUES, "dims[0] % rank", "dims[0]"),
+    (VALUES, "return self.scale(a, 2.0)", "return self.scale(a, 3.0)"),
+    (VALUES, "a, b = sorted((a, b))\n        if not self.strict", "if not self.strict"),
+    (VALUES, "return self.cat([other[1], piece[1]], d, shape, dtype)", "return self.cat([piece[1], other[1]], d, shape, dtype)"),
+    (VALUES, "offset += extent", "offset = extent"),
+    (VALUES, '("aten.silu_backward.default", ref(g), ref(x))', '("aten.silu_backward.default", ref(x), ref(g))'),
+    (VALUES, "return self.scale(self.mul(self.operand(p, 0), q, shape, dtype), self.factor(p))", "return self.mul(self.operand(p, 0), q, shape, dtype)"),
+    (VALUES, "return self.where(self.operand(mask, 0), b, a, shape, dtype)", "return self.where(self.operand(mask, 0), a, b, shape, dtype)"),
+    (VALUES, '(CONST, ("k", repr(float(k))), ("k", str(dtype)))', '(CONST, ("k", repr(float(k))))'),
+    (VALUES, "(FULL, ref(c), dims, ", "(FULL, ref(c), "),
+    (VALUES, "(PAD, ref(c), *place)", "(PAD, ref(c), *place[:2])"),
+    (VALUES, '(CAT, ("l", tuple(ref(p) for p in parts)), ("i", str(dim)))', '(CAT, ("l", tuple(ref(p) for p in parts)))'),
+    (VALUES, "return self.operand(a, 0) if decides else a", "return self.operand(a, 0)"),
+    (SPELLINGS, 'COLLECTIVE_NAMESPACES = frozenset({"_c10d_functional", ', "COLLECTIVE_NAMESPACES = frozenset({"),
+    (SPELLINGS, "OTHER_RANK = frozenset({aten.select_backward.default, ", "OTHER_RANK = frozenset({"),
+    (SPELLINGS, ", aten.unsqueeze_copy.default})", "})"),
+    (SPELLINGS, "table.mutated.add(node)", "pass"),
+    (SPELLINGS, "table.mutated.update(mutated_arguments(node))", "pass"),
+    (SPELLINGS, "pending += _aliased_arguments(n)", "pass"),
+    (SPELLINGS, "pending += [u for u in n.users if n in _aliased_arguments(u)]", "pass"),
+    (SPELLINGS, "argument = argument % rank", "pass"),
+    (SPELLINGS, "argument = [d % rank for d in argument]", "pass"),
+    (SPELLINGS, "dims[i], dims[j] = dims[j], dims[i]", "pass"),
+    (SPELLINGS, "dims.reverse()", "pass"),
+    (SPELLINGS, "table.scale(c, 1 / k)", "table.scale(c, k)"),
+    (SPELLINGS, "for s in step[:i]", "for s in step[: i + 1]"),
+    (SPELLINGS, "i * _sizes_of(step)", "(i + 1) * _sizes_of(step)"),
+    (SPELLINGS, "min(whole, end)", "end"),
+    (SPELLINGS, "whole - padding[used[0] + 1]", "whole"),
+    (SPELLINGS, "len(shape) - 1 - used[0] // 2", "used[0] // 2"),
+    (SPELLINGS, "start = sum(extents[: pieces[0]])", "start = 0"),
+    (SPELLINGS, "table.constant(k, v.dtype), c, v.shape", "c, table.constant(k, v.dtype), v.shape"),
+    (SPELLINGS, "short, other, v.shape", "other, short, v.shape"),
+]  # fmt: skip
+
+
+@functools.cache
+def programs() -> list[tuple[Program, Run]]:
+    generated = [generate(seed, impure=seed % 5 == 4) for seed in range(PROGRAMS)]
+    return [(p, Run(p.run())) for p in generated]
+
+
+class DoesNotEnd(BaseException):
+    """The time for one mutant is up."""
+
+
+@contextlib.contextmanager
+def cpu_time(seconds: float) -> Iterator[None]:
+    def stop(*_: Any) -> None:
+        raise DoesNotEnd
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def is_caught(values: Any, spellings: Any) -> bool:
+    """Whether a check, a case or a program fails, or anything raises."""
+    try:
+        with cpu_time(CPU_SECONDS):
+            for check in CHECKS:
+                check(values, spellings)
+            for case, strict in itertools.product(CASES, (False, True)):
+                if next(case.failures(spellings.number_graph, strict), None):
+                    return True
+            for (program, run), strict in itertools.product(programs(), (False, True)):
+                table = spellings.number_graph(program.graph, strict)
+                wrong = itertools.chain(unequal(table, run), () if table.mutated else misread(table, run))
+                if next(wrong, None):
+                    return True
+    except (Exception, DoesNotEnd):
+        return True
+    return False
+
+
+def by_function() -> dict[str, list[Mutant]]:
+    groups: dict[str, list[Mutant]] = {}
+    for mutant in mutants():
+        groups.setdefault(mutant.function, []).append(mutant)
+    return groups
+
+
+GROUPS = by_function()
+
+
+def test_nothing_is_wrong_without_a_mutant() -> None:
+    from fxfuse import spellings, values
+
+    for case in CASES:
+        assert case.run
+    assert not is_caught(values, spellings)
+
+
+@pytest.mark.parametrize("function", GROUPS)
+def test_every_condition_matters(function: str) -> None:
+    survivors = {m.key for m in GROUPS[function] if not is_caught(*planted(m))}
+    assert survivors == {key for key in WITHOUT_EFFECT if key[0] == function}
+
+
+def test_every_exception_is_of_a_condition_that_exists() -> None:
+    assert set(WITHOUT_EFFECT) <= {m.key for group in GROUPS.values() for m in group}
+
+
+@pytest.mark.parametrize("target", _RULES, ids=str)
+def test_every_rule_matters(target: Any) -> None:
+    assert is_caught(*without_rule(target))
+
+
+@pytest.mark.parametrize(("module", "before", "after"), BODIES, ids=[before for _, before, _ in BODIES])
+def test_every_body_matters(module: str, before: str, after: str) -> None:
+    assert is_caught(*edited(module, before, after))
