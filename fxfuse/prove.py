@@ -32,7 +32,7 @@ from .region import (
 )
 from .source import source_line
 from .spellings import LAYOUT_ONLY, evaluate
-from .values import Table, is_tensor, value
+from .values import EXPAND, PERMUTE, SLICE, VIEW, Table, is_tensor, value
 
 MAX_COTANGENTS = 32
 """How many backward values are tried as the cotangent of one region."""
@@ -97,9 +97,15 @@ def _bind(context: Context, guess: Guess) -> Refusal | None:
             continue
         nodes = [n for n in table.members.get(c, ()) if (backward_too or not is_backward(n)) and n < guess.root]
         if not nodes:
-            return Refusal(f"input {hole.name} exists only in another layout: {table.head(c)}", guess.root)
+            return Refusal(f"input {hole.name} {_absence(table, c)}", guess.root)
         guess.inputs.append(min(nodes))
     return None
+
+
+def _absence(table: Table, c: int) -> str:
+    if table.head(c) in (VIEW, PERMUTE, EXPAND, SLICE):
+        return f"exists only in another layout: {table.head(c)}"
+    return "is no longer computed: another fusion took its place"
 
 
 def _differentiable(guess: Guess) -> list[bool]:

@@ -66,8 +66,7 @@ def evaluate(table: Table, node: Node, env: Env) -> int:
     if is_opaque(node.target):
         table.mutated.update(mutated_arguments(node))
         return table.unique("opaque", node)
-    if table.mutated and any(n in table.mutated for n in node.all_input_nodes):
-        table.mutated.add(node)  # it may be a view of memory that has changed
+    if any(n in table.mutated for n in node.all_input_nodes):
         return table.unique("opaque", node)
     return _class_of_call(table, node, env)
 

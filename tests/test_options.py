@@ -190,7 +190,7 @@ def test_expectation_of_none_raises_where_one_fired() -> None:
 
 @pytest.mark.filterwarnings("ignore::fxfuse.FxfuseWarning")
 def test_expectation_does_not_strike_the_unfused_plan() -> None:
-    assert_fused(run(expect={"linear_gelu": 1}, verify="always"), {})  # the unfused form, built last
+    assert run(expect={"linear_gelu": 1}, verify="always").count("linear_gelu") == 1
     assert_fused(fxfuse.reports()[0], FUSED)
 
 

@@ -55,6 +55,14 @@ same("permute of a number", lambda x: permute(x, []), itself, ())
 same("from the end", lambda x: aten.transpose.int(x, -1, -2), lambda x: permute(x, [0, -1, 1]), (2, 3, 4))
 same("only a dimension of one moves", lambda x: permute(x, [1, 0, 2]), lambda x: view(x, [1, 2, 4]), (2, 1, 4))
 same("one of two moves", lambda x: permute(x, [2, 1, 0]), lambda x: view(t(view(x, [2, 4])), [4, 1, 2]), (2, 1, 4))
+same(
+    "three of four move",
+    lambda x: permute(x, [3, 1, 0, 2]),
+    lambda x: view(
+        aten.clone.default(permute(view(x, [2, 3, 4]), [2, 0, 1]), memory_format=torch.contiguous_format), [4, 1, 2, 3]
+    ),
+    (2, 1, 3, 4),
+)
 same("a view between permutes", lambda x: t(view(permute(x, [2, 1, 0]), [4, 2])), lambda x: view(x, [2, 4]), (2, 1, 4))
 same("of a broadcast matrix", lambda m: permute(expand(m, [2, 3, 4]), [0, 2, 1]), lambda m: expand(t(m), [2, 4, 3]), (3, 4))
 same("of a broadcast row", lambda m: permute(expand(m, [2, 3, 4]), [0, 2, 1]), lambda m: expand(t(m), [2, 4, 3]), (1, 4))
@@ -89,6 +97,12 @@ apart(
 )
 same("of one stacked and more", lambda m: expand(view(m, [1, 3, 4]), [2, 5, 3, 4]), lambda m: expand(m, [2, 5, 3, 4]), (3, 4))
 same("a stack of one", lambda m: view(expand(m, [1, 3, 4]), [3, 4]), itself, (3, 4))
+apart(
+    "a stack as another one",
+    lambda m: aten.reshape.default(expand(m, [2, 3, 4]), [2, 4, 3]),
+    lambda m: expand(t(m), [2, 4, 3]),
+    (3, 4),
+)
 apart(
     "a matrix of looked up rows",
     lambda w, i: expand(aten.embedding.default(w, i), [2, 4, 4]),
@@ -153,6 +167,13 @@ same("in either order", lambda x, y: add(high(y), high(x)), lambda x, y: high(ad
 same("of integers", lambda x, y: add(low(x), low(y)), lambda x, y: low(add(y, x)), ints(3, 4), ints(3, 4))
 same("onto a piece", lambda x, y: add(cat([x, y], 1), high(x)), lambda x, y: cat([x, add(x, y)], 1), (3, 4), (3, 4))
 same("onto the first", lambda x, y: add(low(y), cat([x, y], 1)), lambda x, y: cat([add(x, y), y], 1), (3, 4), (3, 4))
+same(
+    "onto the last of three",
+    lambda x, y: add(cat([x, y, x], 1), pad(y, [8, 0])),
+    lambda x, y: cat([x, y, add(x, y)], 1),
+    (3, 4),
+    (3, 4),
+)
 same(
     "onto one of three",
     lambda x, y: add(cat([x, y, x], 1), pad(y, [4, 4])),

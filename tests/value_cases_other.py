@@ -156,5 +156,11 @@ in_order("twice", written_twice, (4, 4), same=False)
 in_order(
     "a copy read after the write", lambda x: ((y := aten.clone.default(x)), write(y), neg(x), neg(y))[2:], (4, 4), same=False
 )
+in_order(
+    "of what is computed from it later",
+    lambda x: (write(x), (y := neg(x)), aten.exp.default(y), aten.exp.default(y))[2:],
+    (4, 4),
+    same=True,
+)
 in_order("then read twice", read_twice_after, (4, 4), same=False, alike=True)
 in_order("the written value", lambda x: (x, write(x)), (4, 4), same=False)
