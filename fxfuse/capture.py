@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
@@ -21,9 +22,22 @@ from .region import DONE
 from .report import Failure, Report
 from .rewrite import rewrite
 from .settings import OUR_PASS, Settings
+from .spellings import is_mutating
 from .window import Windows
 
 Compiled = Callable[..., Any]
+
+
+@dataclasses.dataclass
+class Traits:
+    """What the owner of a plan must know of it, and be told."""
+
+    opaque: bool = False
+    """Operators of a replacement that are not torch's own may raise as they run."""
+    mutates: bool = False
+    """Inductor may write to the graph's inputs before the graph has ended: it cannot be run again from the start."""
+    broken: Callable[[], None] = lambda: None
+    """Called when a fused backward raised as it ran: the plan must not run again."""
 
 
 @functools.cache
@@ -42,7 +56,7 @@ def capture(
     fusions: Sequence[Fusion | Windows],
     recipe: Recipe,
     report: Report,
-    broken: Callable[[], None] = lambda: None,
+    traits: Traits | None = None,
 ) -> Compiled:
     """Compile a graph that Dynamo captured.
 
@@ -53,8 +67,9 @@ def capture(
         fusions: what to look for, in order.
         recipe: part of the plan's key; its numerics decide what may be fused.
         report: appended to.
-        broken: called when a fused backward raised as it ran: the plan must not run again.
+        traits: filled in with what the plan's owner must know.
     """
+    traits = traits or Traits()
     patches = dict(settings.inductor)
     if recipe.numerics == "strict":
         patches["emulate_precision_casts"] = True
@@ -63,6 +78,7 @@ def capture(
 
     def transform(graph: Graph) -> None:
         rewritten = rewrite(graph, fusions, table, recipe, strict=settings.strict)
+        traits.mutates |= settings.lower != "eager" and any(is_mutating(n) for n in graph.nodes)
         record, failures = choose.lower(graph, rewritten, settings, recipe)
         report.graphs.append(record)
         report.failures += failures
@@ -73,7 +89,7 @@ def capture(
         for user_pass in settings.user_passes:
             user_pass(graph)
 
-    compile_graph = functools.partial(_compile_graph, settings=settings, report=report, broken=broken)
+    compile_graph = functools.partial(_compile_graph, settings=settings, report=report, traits=traits)
     if settings.lower == "eager":
         compiled = compat.aot_eager(copy.deepcopy(gm), example_inputs, transform, compile_graph, table)
     else:
@@ -97,7 +113,7 @@ def _compile_graph(
     *,
     settings: Settings,
     report: Report,
-    broken: Callable[[], None],
+    traits: Traits,
     **kwargs: Any,
 ) -> Compiled:
     """Compile one forward or backward graph; a backward that fails later than its forward must still run."""
@@ -105,6 +121,7 @@ def _compile_graph(
     if not _has_fused(gm):
         return _compiled(gm, example_inputs, settings, kwargs)
     opaque = _has_opaque(gm)
+    traits.opaque |= opaque
     unfused = copy.deepcopy(gm) if backward else gm
     try:
         faults.point("backward" if backward else "compile")
@@ -117,7 +134,7 @@ def _compile_graph(
             f"compiling the fused backward failed, torch runs it instead: {_text(error)}; options={{'strict': True}} raises"
         )
         return compat.boxed(unfused.forward)
-    return _watched(run, settings, report, broken if backward else None) if opaque else run
+    return _watched(run, settings, report, traits.broken if backward else None) if opaque else run
 
 
 def _watched(run: Compiled, settings: Settings, report: Report, broken: Callable[[], None] | None) -> Compiled:

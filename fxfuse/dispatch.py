@@ -17,7 +17,7 @@ import torch
 from torch.fx import GraphModule
 
 from . import changes, compat, recipe, registry, shadow, trace
-from .capture import capture
+from .capture import Traits, capture
 from .errors import FusionCountError, FxfuseWarning, LoweringError, OptionError, RecipeError, warn_once
 from .plan import Plan, PlanInfo, PlanKey, ambient, counters, numerics_flags, structural_hash, versions
 from .report import Failure, Report
@@ -110,6 +110,15 @@ class Dispatch:
         fine = self.settings.strict or not plan.report.fused or isinstance(error, PASSED_ON)
         if fine or compat.is_control_flow(error):
             raise error
+        if plan.traits.mutates and not plan.traits.opaque:
+            raise error  # no operator of ours is in it
+        if plan.traits.mutates:
+            self._break(plan)
+            _fell_back("launch", self.hash, error, plan.report)
+            raise LoweringError(
+                f"graph {self.hash} failed to launch and cannot be run again, it may have changed its inputs already: "
+                f"{type(error).__name__}: {error}; it runs unfused from the next call on"
+            ) from error
         result = self._unfused_plan(plan.key.recipe).run(*args)
         self._break(plan)
         _fell_back("launch", self.hash, error, plan.report)
@@ -139,10 +148,10 @@ class Dispatch:
     # -------------------------------------------------------------------------------------- building
 
     def _build(self, active: recipe.Recipe, fusions: Sequence[Any], late: bool, told: bool = True) -> Plan:
-        report = Report(recipe=repr(active), graph_hash=self.hash)
+        report, traits = Report(recipe=repr(active), graph_hash=self.hash), Traits()
         started, known = time.perf_counter(), compat.shape_guards(self.mode)
         with self._surroundings(late):
-            run = self._compile(active, fusions, report)
+            run = self._compile(active, fusions, report, traits)
         if fusions and self.settings.expect is not None:
             check_expectation(report.graphs, self.settings.expect, report.failures)
         guard = compat.new_guard_check(self.mode, known, self.example_inputs) if late else None
@@ -164,15 +173,16 @@ class Dispatch:
         if told:  # the unfused form of a plan is nobody's report
             _remember(report)
         unverified = self.settings.verify != "off" and bool(report.fused)
-        return Plan(key, run, time.perf_counter() - started, report, guard, unverified)
+        return Plan(key, run, time.perf_counter() - started, report, guard, unverified, traits)
 
-    def _compile(self, active: recipe.Recipe, fusions: Sequence[Any], report: Report) -> Callable[..., Any]:
+    def _compile(self, active: recipe.Recipe, fusions: Sequence[Any], report: Report, traits: Traits) -> Callable[..., Any]:
         def broken() -> None:
             for plan in [p for p in self.plans.values() if p.report is report]:
                 self._break(plan)
 
+        traits.broken = broken
         try:
-            return capture(self.gm, self.example_inputs, self.settings, fusions, active, report, broken)
+            return capture(self.gm, self.example_inputs, self.settings, fusions, active, report, traits)
         except Exception as error:
             fine = not fusions or self.settings.strict or isinstance(error, PASSED_ON)
             if fine or compat.is_control_flow(error):

@@ -15,6 +15,7 @@ import sympy
 import torch
 from torch.fx import GraphModule
 
+from .capture import Traits, source_hash
 from .recipe import Recipe
 from .report import Report
 
@@ -130,7 +131,6 @@ def versions() -> tuple[str, ...]:
     from importlib.metadata import PackageNotFoundError, version
 
     from . import __version__
-    from .capture import source_hash
 
     try:
         triton = version("triton")
@@ -178,6 +178,7 @@ class Plan:
     """Of a plan built after Dynamo froze its guards: whether it may run on these arguments."""
     unverified: bool = False
     """Whether its next call is to be compared with its unfused form."""
+    traits: Traits = dataclasses.field(default_factory=Traits)
     broken: bool = False
     """It failed as it ran, or differed from its unfused form: the unfused plan runs in its place."""
     calls: int = 0

@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 from .fusion import Fusion
 from .pattern import Decompositions, TraceCache
 from .recipe import Recipe
-from .spellings import COPIES, LAYOUT_ONLY, is_opaque
+from .spellings import COPIES, LAYOUT_ONLY, is_mutating, is_opaque
 from .values import Table, is_size, is_tensor, sizes, value
 
 aten = torch.ops.aten
@@ -167,7 +167,7 @@ def mutation_between(nodes: Iterable[Node], last: Node) -> Node | None:
     first = min(nodes)
     node = first
     while node is not last and node.op != "output":
-        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+        if is_mutating(node):
             return node
         node = node.next
     return None

@@ -151,16 +151,17 @@ def explicit_examples(pattern: Callable[..., Any], holes: Sequence[Hole], given:
 
 
 def _slot(pattern: Callable[..., Any], hole: Hole, given: Any) -> Slot:
-    if isinstance(given, str):
-        dims = tuple(given.split())
-        unknown = [d for d in dims if d not in SIZES]
-        if unknown:
-            raise PatternError(
-                f"pattern {name_of(pattern)}: example= of {hole.name} names {unknown[0]!r}; dimensions are {', '.join(SIZES)}"
-            )
-        return Slot(dims)
-    shape, dtype = (given.shape, given.dtype) if isinstance(given, torch.Tensor) else (given, torch.float32)
-    return Slot(tuple(f"={int(s)}" for s in shape), dtype)
+    if isinstance(given, torch.Tensor):
+        return Slot(tuple(f"={s}" for s in given.shape), given.dtype)
+    dims = given.split() if isinstance(given, str) else given
+    if not isinstance(dims, Sequence):
+        raise PatternError(f"pattern {name_of(pattern)}: example= of {hole.name} is {given!r}, not a shape or a tensor")
+    unknown = [d for d in dims if d not in SIZES and not str(d).isdecimal()]
+    if unknown:
+        raise PatternError(
+            f"pattern {name_of(pattern)}: example= of {hole.name} names {unknown[0]!r}; dimensions are {', '.join(SIZES)}"
+        )
+    return Slot(tuple(d if d in SIZES else f"={d}" for d in dims))
 
 
 def extent(dim: str, sizes: Mapping[str, int]) -> int:

@@ -84,6 +84,11 @@ def _is_size_function(target: Any) -> bool:
     return target in (torch.sym_max, torch.sym_min, torch.sym_float, torch.sym_int, torch.sym_not, torch.sym_ite, torch.sym_sum)
 
 
+def is_mutating(node: Node) -> bool:
+    """Whether a call writes to an argument."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
 def mutated_arguments(node: Node) -> Iterator[Node]:
     """The argument nodes that a call writes to, with every node whose memory they may share."""
     for written in _aliased_arguments(node):

@@ -7,6 +7,7 @@ NaN and infinities must sit at the same places. Joint fusions are compared in al
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -31,19 +32,25 @@ class Case:
     sizes: Mapping[str, int] = dataclasses.field(default_factory=lambda: dict(SIZES))
     layout: str = "dense"
     values: str = "normal"
+    scalars: tuple[float, ...] = SCALARS
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}, {self.layout}, {self.values} values"
 
 
-def grid() -> Iterator[Case]:
-    """Each of dtype, size, layout and kind of values varied by itself."""
+def grid(scalars: int = 0) -> Iterator[Case]:
+    """Each of dtype, size, layout, kind of values and numbers for ``scalars`` scalar holes varied by itself."""
     yield Case()
     yield from (Case(dtype=d) for d in (torch.float32, torch.bfloat16, torch.float16))
     for changed in ({"m": 1}, {"m": 0}, {"m": 17, "k": 3}, {"k": 1}, {"m": 1, "k": 1}, {"b": 1}, {"m": 3, "k": 33}):
         yield Case(sizes={**SIZES, **changed})
+    for changed in ({"n": 12, "i": 6}, {"n": 1}, dict.fromkeys(SIZES, 6)):
+        yield Case(sizes={**SIZES, **changed})
     yield from (Case(layout=layout) for layout in ("transposed", "expanded", "offset"))
     yield from (Case(values=v) for v in ("integers", "one NaN", "one inf", "one -inf", "large"))
+    if scalars:
+        yield from (Case(scalars=tuple(SCALARS[i:] + SCALARS[:i])) for i in range(1, len(SCALARS)))
+        yield Case(scalars=(0.0,) * len(SCALARS))
 
 
 def verify(fusion: Fusion) -> None:
@@ -52,16 +59,15 @@ def verify(fusion: Fusion) -> None:
     Raises:
         PatternError: naming the fusion, its file and line, and the first input on which they differ.
     """
-    compared = 0
-    for example in fusion.examples:
-        for case in grid():
-            inputs = _inputs(example, case)
-            try:
-                compared += _compare(fusion, inputs, case)
-            except _NoKernel as error:
-                warn_once(f"fusion {fusion.name!r} at {fusion.source} could not be checked on this machine: {error}")
-                return
-    if not compared:
+    compared, missing = 0, ""
+    for example, case in itertools.product(fusion.examples, grid(sum(h.scalar for h in fusion.holes))):
+        try:
+            compared += _compare(fusion, _inputs(example, case), case)
+        except _NoKernel as error:
+            missing = missing or f"{error} ({case})"
+    if missing:
+        warn_once(f"fusion {fusion.name!r} at {fusion.source} could not be checked on this machine: {missing}")
+    elif not compared:
         raise PatternError(
             f"fusion {fusion.name!r} at {fusion.source}: its check refuses every input on which the pattern runs; "
             "pass example={...}"
@@ -78,15 +84,19 @@ class _NoKernel(Exception):
     """The rewrite has no kernel for the devices of this machine."""
 
 
+class _Fault(Exception):
+    """Something is wrong with a rewrite that its results do not show."""
+
+
 # ------------------------------------------------------------------------------------------------ inputs
 
 
 def _inputs(example: Example, case: Case) -> list[torch.Tensor | None]:
     generator = torch.Generator().manual_seed(20)
-    return [None if slot is None else _tensor(slot, case, generator, i == 0) for i, slot in enumerate(example)]
+    return [None if slot is None else _tensor(slot, case, generator, i) for i, slot in enumerate(example)]
 
 
-def _tensor(slot: Slot, case: Case, generator: torch.Generator, first: bool) -> torch.Tensor:
+def _tensor(slot: Slot, case: Case, generator: torch.Generator, index: int) -> torch.Tensor:
     shape = shape_of(slot, {**case.sizes})
     if slot.dtype is torch.bool:
         return torch.rand(shape, generator=generator) > 0.5
@@ -97,8 +107,9 @@ def _tensor(slot: Slot, case: Case, generator: torch.Generator, first: bool) -> 
         t = torch.randint(-3, 4, shape, generator=generator).double()
     elif case.values == "large":
         t = t * 30
-    elif first and t.numel() and case.values.startswith("one"):
-        t.view(-1)[t.numel() // 2] = float(case.values.removeprefix("one "))
+    elif t.numel() and (case.values == "one NaN" or (index == 0 and case.values.startswith("one"))):
+        # a NaN in each argument, in other rows and columns: each alone must be seen
+        t.view(-1)[(t.numel() // 2, 0, -1)[index % 3]] = float(case.values.removeprefix("one "))
     return _laid_out(t.to(case.dtype), case.layout)
 
 
@@ -119,10 +130,10 @@ def _laid_out(t: torch.Tensor, layout: str) -> torch.Tensor:
 
 def _compare(fusion: Fusion, inputs: Sequence[torch.Tensor | None], case: Case) -> int:
     """1 if the case was compared, 0 if the pattern or the check does not take it."""
-    scalars = SCALARS[: sum(h.scalar for h in fusion.holes)]
+    scalars = case.scalars[: sum(h.scalar for h in fusion.holes)]
     try:
-        plain = _Result.of_pattern(fusion, inputs, scalars)
-        exact = _Result.of_pattern(fusion, [_double(t) for t in inputs], scalars)
+        plain = _Result.of_pattern(fusion, inputs, scalars, case)
+        exact = _Result.of_pattern(fusion, [_double(t) for t in inputs], scalars, case)
     except Exception:  # the pattern itself refuses: nothing to compare
         return 0
     names = [h.name for h in fusion.tensor_holes]
@@ -133,7 +144,9 @@ def _compare(fusion: Fusion, inputs: Sequence[torch.Tensor | None], case: Case) 
     masks = [plain.mask] if case != Case() else _masks(plain.mask)
     for mask in masks:
         try:
-            new = _Result.of_rewrite(fusion, inputs, scalars, mask)
+            new = _Result.of_rewrite(fusion, inputs, scalars, mask, case)
+        except _Fault as error:
+            raise _wrong(fusion, inputs, case, str(error)) from None
         except Exception as error:
             if _is_missing_kernel(error):
                 raise _NoKernel(str(error).splitlines()[0]) from error
@@ -147,9 +160,11 @@ def _compare(fusion: Fusion, inputs: Sequence[torch.Tensor | None], case: Case) 
 
 
 def _masks(full: Sequence[bool]) -> list[tuple[bool, ...]]:
-    """All gradients, and each alone."""
-    alone = [tuple(j == i for j in range(len(full))) for i, f in enumerate(full) if f]
-    return [tuple(full), *alone]
+    """All gradients, each alone, and all but each."""
+    given = [i for i, f in enumerate(full) if f]
+    alone = [tuple(j == i for j in range(len(full))) for i in given]
+    others = [tuple(f and j != i for j, f in enumerate(full)) for i in given if len(given) > 2]
+    return [tuple(full), *alone, *others]
 
 
 def _double(t: torch.Tensor | None) -> torch.Tensor | None:
@@ -168,22 +183,29 @@ class _Result:
     mask: tuple[bool, ...]
 
     @staticmethod
-    def of_pattern(fusion: Fusion, inputs: Sequence[Any], scalars: Sequence[float]) -> _Result:
-        return _differentiated(fusion, lambda t: fusion.call_pattern(t, scalars), inputs, None)
+    def of_pattern(fusion: Fusion, inputs: Sequence[Any], scalars: Sequence[float], case: Case) -> _Result:
+        return _differentiated(fusion, lambda t: fusion.call_pattern(t, scalars), inputs, None, case)
 
     @staticmethod
-    def of_rewrite(fusion: Fusion, inputs: Sequence[Any], scalars: Sequence[float], mask: tuple[bool, ...]) -> _Result:
+    def of_rewrite(
+        fusion: Fusion, inputs: Sequence[Any], scalars: Sequence[float], mask: tuple[bool, ...], case: Case
+    ) -> _Result:
         if not fusion.explicit:
             wanted = (True,) * fusion.extra
-            return _differentiated(fusion, lambda t: fusion.call_rewrite(t, scalars, wanted), inputs, mask)
+            return _differentiated(fusion, lambda t: fusion.call_rewrite(t, scalars, wanted), inputs, mask, case)
         with torch.no_grad():
             out, saved = fusion.call_forward(inputs, scalars, True)
             alone, _ = fusion.call_forward(inputs, scalars, False)
-            gradients = fusion.call_backward(_cotangent(out), inputs, scalars, saved, mask) if any(mask) else [None] * len(mask)
+            gradients: Sequence[Any] = [None] * len(mask)
+            if any(mask):
+                cotangent = _cotangent(out, case)
+                gradients = fusion.call_backward(cotangent, inputs, scalars, saved, mask)
+                if not torch.equal(cotangent.nan_to_num(), _cotangent(out, case).nan_to_num()):
+                    raise _Fault("the backward changes the gradient that it is given")
         return _Result([out, alone], list(gradients), mask)
 
 
-def _differentiated(fusion: Fusion, call: Callable[[list[Any]], Any], inputs: Sequence[Any], mask: Any) -> _Result:
+def _differentiated(fusion: Fusion, call: Callable[[list[Any]], Any], inputs: Sequence[Any], mask: Any, case: Case) -> _Result:
     floating = tuple(t is not None and t.is_floating_point() for t in inputs)
     if fusion.side != "joint":
         with torch.no_grad():
@@ -194,22 +216,25 @@ def _differentiated(fusion: Fusion, call: Callable[[list[Any]], Any], inputs: Se
         out = as_tuple(call(leaves))[0]
         asked = [t for t, w in zip(leaves, wanted, strict=True) if t is not None and w]
         found = iter(
-            torch.autograd.grad(out, asked, _cotangent(out), allow_unused=True)
+            torch.autograd.grad(out, asked, _cotangent(out, case), allow_unused=True)
             if asked and out.requires_grad
             else [None] * len(asked)
         )
     return _Result([out.detach()], [next(found) if w else None for w in wanted], tuple(wanted))
 
 
-def _cotangent(out: torch.Tensor) -> torch.Tensor:
-    return torch.linspace(0.5, 1.5, out.numel(), dtype=out.dtype, device=out.device).reshape(out.shape)
+def _cotangent(out: torch.Tensor, case: Case) -> torch.Tensor:
+    cotangent = torch.linspace(0.5, 1.5, out.numel(), dtype=out.dtype, device=out.device)
+    if case.values == "one NaN" and out.numel():
+        cotangent[out.numel() // 3] = math.nan
+    return _laid_out(cotangent.reshape(out.shape), case.layout)
 
 
 def _check_same(
     fusion: Fusion, inputs: Sequence[Any], case: Case, plain: _Result, exact: _Result, new: _Result, mask: Sequence[bool]
 ) -> None:
     names = [f"output {i}" for i in range(len(plain.outputs))]
-    if len(new.outputs) < len(plain.outputs):
+    if len(new.outputs) != len(plain.outputs) + fusion.explicit:
         raise _wrong(fusion, inputs, case, f"the rewrite returns {len(new.outputs)} outputs, the pattern {len(plain.outputs)}")
     pairs: list[tuple[str, Any, Any, Any]] = list(zip(names, plain.outputs, exact.outputs, new.outputs, strict=False))
     if fusion.explicit:
@@ -251,10 +276,13 @@ def _distance(a: torch.Tensor, b: torch.Tensor, where: torch.Tensor) -> float:
 
 
 def _wrong(fusion: Fusion, inputs: Sequence[Any], case: Case, what: str) -> PatternError:
-    shapes = ", ".join(
-        f"{h.name}={'None' if t is None else list(t.shape)}" for h, t in zip(fusion.tensor_holes, inputs, strict=True)
-    )
+    given, numbers = iter(inputs), iter(case.scalars)
+    shapes = ", ".join(f"{h.name}={next(numbers) if h.scalar else _shape(next(given))}" for h in fusion.holes)
     return PatternError(
         f"fusion {fusion.name!r} at {fusion.source}: {what}, on {shapes} ({case}); "
         "mend the rewrite, refuse such inputs in .check, or pass check_on_register=False"
     )
+
+
+def _shape(t: torch.Tensor | None) -> list[int] | None:
+    return None if t is None else list(t.shape)

@@ -239,12 +239,13 @@ def fn(x, w):
 
 def run(**options):
     torch._dynamo.reset()
+    fxfuse.reset()
     try:
         torch.compile(fn, backend="fxfuse", options=options)(torch.ones(4, 8), torch.ones(16, 8))
     except Exception as error:
         return str(getattr(error, "inner_exception", error)).splitlines()[0]
     plan = fxfuse.plan_info().plans[-1]
-    return [plan.recipe.numerics, [f.name for f in fxfuse.last_report().fused], *plan.key.options[:3]]
+    return [plan.recipe.numerics, [f.name for f in fxfuse.reports()[0].fused], *plan.key.options[:3]]
 
 results = {"environment": run()}
 fxfuse.config.recipe = "default"
