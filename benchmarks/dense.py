@@ -94,7 +94,8 @@ def compare(name: str, size: str, rows: int, rounds: int) -> dict[str, Any]:
     torch._dynamo.reset()
     with torch.set_grad_enabled(train):
         grad = torch.randn_like(function(*args)) if train else None
-        exact = step(function, [a.detach().double().requires_grad_(train) for a in args], None if grad is None else grad.double())()
+        doubles = [a.detach().double().requires_grad_(train) for a in args]
+        exact = step(function, doubles, None if grad is None else grad.double())()
         calls = {c: step(function if c == "eager" else torch.compile(function, backend=c), args, grad) for c in CONTENDERS}
         errors = {c: error(call(), exact) for c, call in calls.items()}
         del exact
