@@ -174,7 +174,7 @@ def test_every_exception_is_of_a_condition_that_exists() -> None:
     assert set(WITHOUT_EFFECT) <= {m.key for group in GROUPS.values() for m in group}
 
 
-@pytest.mark.parametrize("target", _RULES, ids=str)
+@pytest.mark.parametrize("target", sorted(_RULES, key=str), ids=str)
 def test_every_rule_matters(target: Any) -> None:
     assert is_caught(*without_rule(target))
 

@@ -57,6 +57,17 @@ def two_calls_of_an_opaque_operator_may_differ(_values: Any, spellings: Any) -> 
 
 
 @check
+def what_writes_to_memory(_values: Any, spellings: Any) -> None:
+    graph = Graph()
+    x = graph.placeholder("x")
+    writing = [graph.call_function(target, (x, x)) for target in (aten.add_.Tensor, aten.copy_.default, aten.add.out)]
+    reading = [
+        graph.call_function(target, (x,)) for target in (aten.rand_like.default, torch.ops.higher_order.cond, operator.neg)
+    ]
+    assert [n for n in (x, *writing, *reading) if spellings.is_mutating(n)] == writing
+
+
+@check
 def layout_operators_are_pure(_values: Any, spellings: Any) -> None:
     assert [t for t in spellings.LAYOUT_ONLY if spellings.is_opaque(t)] == []
 
