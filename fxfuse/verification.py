@@ -21,6 +21,8 @@ from .recipe import current_recipe
 from .samples import SIZES, Example, Slot, fill_scalars, shape_of
 
 ALLOWANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+ALIGNED = {"m": 32, "k": 64, "n": 96, "i": 128, "b": 2, "e": 2}
+"""Multiples of 32: for rewrites whose check asks for aligned sizes."""
 SCALARS = (0.75, -2.5, 3.0, 0.3)
 
 
@@ -46,6 +48,7 @@ def grid(scalars: int = 0) -> Iterator[Case]:
         yield Case(sizes={**SIZES, **changed})
     for changed in ({"n": 12, "i": 6}, {"n": 1}, dict.fromkeys(SIZES, 6)):
         yield Case(sizes={**SIZES, **changed})
+    yield from (Case(dtype=d, sizes=ALIGNED) for d in (torch.float64, torch.float32, torch.bfloat16))
     yield from (Case(layout=layout) for layout in ("transposed", "expanded", "offset"))
     yield from (Case(values=v) for v in ("integers", "one NaN", "one inf", "one -inf", "large"))
     if scalars:
