@@ -1,6 +1,6 @@
 """Train a small language model twice, with plain eager PyTorch and with ``backend="fxfuse"``, and compare.
 
-    python examples/01_quickstart.py [--steps 200]
+    python examples/01_quickstart.py [--steps 120]
 
 Both runs start from the same weights, see the same batches and draw the same dropout masks, so their losses must agree.
 The text is the language reference that CPython carries for ``help()``: nothing is downloaded.
@@ -83,7 +83,7 @@ def new_model(device: str) -> LanguageModel:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--sample", type=int, default=300, help="how many bytes the trained model writes")
     parser.add_argument("--report", default="report.html", help="where the report is written")
