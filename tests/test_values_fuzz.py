@@ -15,7 +15,7 @@ from value_meaning import Run, misread, unequal
 from fxfuse.deferred import capture_table
 from fxfuse.spellings import number_graph
 
-CHUNKS, CHUNK = 12, 50
+CHUNKS, CHUNK = 12, 40
 chunks = pytest.mark.parametrize("chunk", range(CHUNKS))
 
 
