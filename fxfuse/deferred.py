@@ -15,7 +15,7 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from . import compat
-from .pattern import Decompositions, TraceCache, refake
+from .pattern import Decompositions, TraceCache, refake, with_operands
 from .values import value
 
 aten = torch.ops.aten
@@ -69,14 +69,7 @@ def expand(graph: Graph, node: Node, table: Decompositions, traces: TraceCache, 
     metas = [value(n) for n in operands]
     target = node.target
     assert callable(target)
-
-    def call(*values: Any) -> Any:
-        filled = list(flat)
-        for i, v in zip(holes, values, strict=True):
-            filled[i] = v
-        args, kwargs = pytree.tree_unflatten(filled, spec)
-        return target(*args, **kwargs)
-
+    call = with_operands(target, flat, spec, holes)
     constants = tuple(repr(a) for i, a in enumerate(flat) if i not in holes)
     key = (form, str(node.target), constants, tuple(holes), str(spec))
     try:

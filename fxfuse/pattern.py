@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
 
 from . import compat
 from .values import is_tensor, metadata, value
@@ -38,6 +39,19 @@ class Traced:
 def as_tuple(x: Any) -> tuple[Any, ...]:
     """The outputs of a function as a tuple."""
     return tuple(x) if isinstance(x, (tuple, list)) else (x,)
+
+
+def with_operands(function: Function, flat: Sequence[Any], spec: Any, places: Sequence[int]) -> Function:
+    """``function`` of the values at ``places`` of its flattened arguments; the other arguments stay as they are."""
+
+    def call(*values: Any) -> Any:
+        filled = list(flat)
+        for place, v in zip(places, values, strict=True):
+            filled[place] = v
+        args, kwargs = pytree.tree_unflatten(filled, spec)
+        return function(*args, **kwargs)
+
+    return call
 
 
 def fresh(meta: Any, requires_grad: bool = False) -> Any:

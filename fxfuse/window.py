@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from . import registry
 from .errors import PatternError
 from .fusion import Fusion
+from .pattern import with_operands
 from .prove import Guess
 from .recipe import Recipe
 from .region import DONE, Context, is_backward
@@ -201,18 +202,10 @@ def _generic_step(context: Context, node: Node, c: int) -> list[tuple[Op, int]]:
     places = [i for i, a in enumerate(flat) if isinstance(a, Node)]
     if not places or not all(is_tensor(flat[i]) for i in places):
         return []
-    target = node.target
-
-    def call(*tensors: Any) -> Any:
-        filled = list(flat)
-        for i, t in zip(places, tensors, strict=True):
-            filled[i] = t
-        args, kwargs = pytree.tree_unflatten(filled, spec)
-        return target(*args, **kwargs)
-
+    call = with_operands(node.target, flat, spec, places)
     classes = [context.table.class_of[flat[i]] for i in places]
     side = tuple(_input(context, k) for k in classes[1:])
-    name = target._schema.name.split("::")[-1]
+    name = node.target._schema.name.split("::")[-1]
     return [(Op(name, call, side, tuple(value(node).shape), value(node).dtype), classes[0])]
 
 
