@@ -347,8 +347,18 @@ def late_tracing(context: Any) -> Iterator[None]:
     ):
         if hasattr(context, name):
             setattr(fresh, name, getattr(context, name))
-    with tracing(fresh):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(tracing(fresh))
+        if hasattr(torch.compiler, "_compile_session_context"):  # 2.13 on: else other threads' calls are taken for tracing
+            stack.enter_context(torch.compiler._compile_session_context())
         yield
+
+
+def compile_lock() -> Any:
+    """Dynamo's lock: one compile at a time in a process (some flags of a trace are global)."""
+    from torch._dynamo.convert_frame import compile_lock
+
+    return compile_lock
 
 
 def tracing_context() -> Any:

@@ -54,7 +54,7 @@ class Dispatch:
         self.ambient = ambient()
         self.hash = structural_hash(gm)
         self.plans: dict[Any, Plan] = {}
-        self.lock = threading.RLock()
+        self.lock = threading.Lock()  # of ``now``; builds take Dynamo's
         self.now = NOTHING
         _live.add(self)
         self._select(late=False)
@@ -87,23 +87,26 @@ class Dispatch:
         return plan
 
     def _select(self, late: bool) -> Plan:
+        asked = recipe.active.get(), registry.disabled.get(), changes.version.number
+        chosen = self.settings.recipe or recipe.current_recipe()
+        fusions = registry.active(self.settings.only, self.settings.without)
+        plan = self._once((chosen, tuple(f.identity for f in fusions)), chosen, fusions, late)
         with self.lock:
-            asked = recipe.active.get(), registry.disabled.get(), changes.version.number
-            chosen = self.settings.recipe or recipe.current_recipe()
-            fusions = registry.active(self.settings.only, self.settings.without)
-            name = (chosen, tuple(f.identity for f in fusions))
-            if name not in self.plans:
-                self.plans[name] = self._build(chosen, fusions, late)
-            plan = self.plans[name]
             self.now = _Now(plan if plan.guard is None and not plan.broken else None, *asked)
-            return plan
+        return plan
 
     def _unfused_plan(self, chosen: recipe.Recipe) -> Plan:
-        with self.lock:
-            name = (chosen, None)
-            if name not in self.plans:
-                self.plans[name] = self._build(chosen, (), late=True, told=False)
-            return self.plans[name]
+        return self._once((chosen, None), chosen, (), late=True, told=False)
+
+    def _once(self, name: Any, chosen: recipe.Recipe, fusions: Sequence[Any], late: bool, told: bool = True) -> Plan:
+        """The plan of this name, built by the first thread that asks. A thread whose plan is there never waits for a build."""
+        plan = self.plans.get(name)
+        if plan is None:
+            with compat.compile_lock():
+                plan = self.plans.get(name)
+                if plan is None:
+                    plan = self.plans[name] = self._build(chosen, fusions, late, told)
+        return plan
 
     def _recover(self, plan: Plan, error: Exception, args: Sequence[Any]) -> Any:
         """Run unfused where the fused plan raised; if that raises too, the error is the model's own."""
@@ -229,7 +232,7 @@ def reports() -> list[Report]:
 
 def plan_info() -> PlanInfo:
     """Counters and the live plans."""
-    plans = [p for d in list(_live) for p in d.plans.values()]
+    plans = [p for d in list(_live) for p in list(d.plans.values())]
     return PlanInfo(counters.builds, sum(p.hits for p in plans), plans)
 
 

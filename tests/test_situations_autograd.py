@@ -260,3 +260,49 @@ def test_recipes_of_two_threads_do_not_mix() -> None:
     assert in_threads(strict, default) == [["strict"], ["default"]]
     calls = {p.recipe.numerics: p.calls for p in fxfuse.plan_info().plans}
     assert calls == {"default": 21, "strict": 20}
+
+
+def test_a_call_while_another_thread_traces_a_late_plan() -> None:
+    tracing, go_on, builder = threading.Event(), threading.Event(), "late-builder"
+    seen: list[Tensor] = []
+
+    @torch.library.custom_op("fxfuse_tests::paused", mutates_args=())
+    def paused(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @paused.register_fake
+    def _(x: Tensor) -> Tensor:
+        if threading.current_thread().name == builder:
+            seen.append(x)
+            if len(seen) == 2:  # the first is AOTAutograd's analysis, the second the trace itself
+                tracing.set()
+                go_on.wait(60)
+        return torch.empty_like(x)
+
+    class Model(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(paused(x))
+
+    model, x = Model(), rows().detach()
+    with torch.no_grad():
+        want = model(x)
+    run = compiled(model)
+    with torch.no_grad():
+        torch.testing.assert_close(run(x), want)
+    late: list[Any] = []
+
+    def build() -> None:
+        with torch.no_grad(), fxfuse.use_recipe("strict"):
+            late.append(run(x))
+
+    thread = threading.Thread(target=build, name=builder)
+    thread.start()
+    try:
+        assert tracing.wait(60)
+        with torch.no_grad():
+            torch.testing.assert_close(run(x), want)  # neither refused nor kept waiting
+    finally:
+        go_on.set()
+        thread.join(60)
+    torch.testing.assert_close(late[0], want)
+    assert fxfuse.plan_info().builds == 2
