@@ -1,6 +1,6 @@
 """Make ``docs/report.png`` from the README's first example; needs Chromium (Debian: ``apt-get install chromium``).
 
-    python docs/report_picture.py
+python docs/report_picture.py
 """
 
 from __future__ import annotations

@@ -64,6 +64,7 @@ class Fusion:
         recipes: Sequence[str] | None = None,
         extra: int = 0,
         example: Mapping[str, Any] | None = None,
+        requires: Sequence[Any] = (),
         check_on_register: bool = True,
         holes: tuple[Hole, ...] | None = None,
     ) -> None:
@@ -73,6 +74,7 @@ class Fusion:
         self.name = name or pattern.__name__
         self.recipes = tuple(recipes) if recipes is not None else None
         self.extra = extra
+        self.requires = frozenset(requires)
         self.holes: tuple[Hole, ...] = holes_of(pattern) if holes is None else holes
         self.pack = registry.loading_pack()
         self.check_on_register = check_on_register
@@ -319,6 +321,7 @@ def register_forward_fusion(
     name: str | None = None,
     extra: int = 0,
     example: Mapping[str, Any] | None = None,
+    requires: Sequence[Any] = (),
     check_on_register: bool = True,
 ) -> Any:
     """Register a fusion of the forward pass; decorates the function to look for.
@@ -330,13 +333,23 @@ def register_forward_fusion(
         extra: how many of the pattern's last outputs are interior values that the rewrite also returns, so that they may
             be used outside (in training: saved for the backward).
         example: by argument name: names of dimensions ("m k"), a shape or a tensor; spares the search for shapes.
+        requires: operators (``torch.ops.aten.mm.default``) that a graph must hold for the fusion to be looked for at all:
+            spares the compile of a model without them the pattern's trace.
         check_on_register: compare the rewrite with the pattern when it is registered.
 
     Raises:
         PatternError: the pattern cannot be traced, its name is taken, or (from ``.rewrite``) the rewrite is wrong.
     """
     return _register(
-        "forward", target, prepend, recipes=recipes, name=name, extra=extra, example=example, check_on_register=check_on_register
+        "forward",
+        target,
+        prepend,
+        recipes=recipes,
+        name=name,
+        extra=extra,
+        example=example,
+        requires=requires,
+        check_on_register=check_on_register,
     )
 
 
@@ -349,6 +362,7 @@ def register_backward_fusion(
     name: str | None = None,
     extra: int = 0,
     example: Mapping[str, Any] | None = None,
+    requires: Sequence[Any] = (),
     check_on_register: bool = True,
 ) -> Any:
     """Register a fusion of the backward pass: a function over gradients, such as ``lambda dy, w, r: dy @ w + r``.
@@ -356,7 +370,15 @@ def register_backward_fusion(
     The arguments are those of ``register_forward_fusion``.
     """
     return _register(
-        "backward", target, prepend, recipes=recipes, name=name, extra=extra, example=example, check_on_register=check_on_register
+        "backward",
+        target,
+        prepend,
+        recipes=recipes,
+        name=name,
+        extra=extra,
+        example=example,
+        requires=requires,
+        check_on_register=check_on_register,
     )
 
 
@@ -368,6 +390,7 @@ def register_forward_backward_fusion(
     recipes: Sequence[str] | None = None,
     name: str | None = None,
     example: Mapping[str, Any] | None = None,
+    requires: Sequence[Any] = (),
     check_on_register: bool = True,
 ) -> Any:
     """Register a joint fusion: it replaces a forward region and the backward that autograd derived from it.
@@ -375,4 +398,13 @@ def register_forward_backward_fusion(
     Give it a differentiable ``.rewrite``, or ``.forward`` and ``.backward`` that say what is saved. The other arguments are
     those of ``register_forward_fusion``.
     """
-    return _register("joint", target, prepend, recipes=recipes, name=name, example=example, check_on_register=check_on_register)
+    return _register(
+        "joint",
+        target,
+        prepend,
+        recipes=recipes,
+        name=name,
+        example=example,
+        requires=requires,
+        check_on_register=check_on_register,
+    )

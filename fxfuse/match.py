@@ -227,11 +227,11 @@ class Finder:
             self._fail(bound, want[1] if want[0] == "n" else owner[0], have[1] if have[0] == "n" else owner[1])
 
     def _match_constant(self, want: Arg, have: Arg, bound: Binding, owner: tuple[int, int]) -> Iterator[Binding]:
-        hole = _scalar_hole(want[1])
+        hole, sign = _scalar_hole(want[1])
         if hole is not None:
             number = _number(have[1])
             if number is not None:
-                yield {**bound, ("scalar", hole): number}
+                yield {**bound, ("scalar", hole): sign * number}
         elif want == have or str(want[1]).startswith(("dtype", "device", "layout", "memory_format")):
             yield bound
         elif len(bound) > self._deepest:
@@ -275,11 +275,11 @@ class Finder:
         return ""
 
 
-def _scalar_hole(constant: Any) -> int | None:
+def _scalar_hole(constant: Any) -> tuple[int | None, float]:
+    """Which scalar hole a constant of the pattern is, and its sign there (a pattern may negate a hole)."""
     number = _number(constant)
-    if number is None:
-        return None
-    return next((i for i, s in enumerate(SENTINELS) if abs(number - s) < 1e-9), None)
+    found = [i for i, s in enumerate(SENTINELS) if number is not None and abs(abs(number) - s) < 1e-9]
+    return (found[0], 1.0 if number > 0 else -1.0) if found and number is not None else (None, 1.0)
 
 
 def _number(constant: Any) -> float | None:

@@ -72,8 +72,9 @@ def rewrite(
     table = number_graph(graph, recipe.numerics == "strict")
     context = Context(graph, table, decompositions, recipe)
     run = _Run(context, kind, strict, _index(context), {n: i for i, n in enumerate(graph.nodes)})
+    operators = {n.target for n in graph.nodes}
     for fusion in fusions:
-        if fusion.side == "backward" and not context.has_backward:
+        if (fusion.side == "backward" and not context.has_backward) or not fusion.requires <= operators:
             continue
         _try_fusion(run, fusion)
     if run.fused:

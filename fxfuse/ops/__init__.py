@@ -13,14 +13,21 @@ from .dense import (
     matmul_add,
     matmul_scale,
 )
+from .grouped_mlp import Experts, grouped_mlp, grouped_mlp_backward, grouped_mlp_forward
+from .grouped_mm import grouped_linear
 
 __all__ = [
+    "Experts",
     "act_backward",
     "gated_backward",
     "gated_backward_packed",
     "glu",
     "glu_mlp",
     "glu_packed",
+    "grouped_linear",
+    "grouped_mlp",
+    "grouped_mlp_backward",
+    "grouped_mlp_forward",
     "linear_act",
     "linear_add",
     "linear_scale",

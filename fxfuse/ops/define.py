@@ -17,7 +17,13 @@ from .. import faults
 from ..errors import warn_once
 
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
-_library = torch.library.Library("fxfuse", "FRAGMENT")  # lives as long as the process: the definitions go with it
+library = torch.library.Library("fxfuse", "FRAGMENT")
+"""Lives as long as the process: the definitions go with it."""
+
+
+def nothing(like: torch.Tensor) -> torch.Tensor:
+    """What an operator returns in the place of a tensor that nobody asked for."""
+    return like.new_empty(0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,10 +103,10 @@ def define(schema: str) -> Callable[[Callable[..., Any]], FusedOp]:
     def make(reference: Callable[..., Any]) -> FusedOp:
         name = schema.split("(")[0]
         if not hasattr(torch.ops.fxfuse, name):  # a reloaded module finds its operator defined
-            _library.define(schema, tags=TAGS)
-            _library.impl(name, reference, "CompositeExplicitAutograd")
+            library.define(schema, tags=TAGS)
+            library.impl(name, reference, "CompositeExplicitAutograd")
             for device in ("CPU", "CUDA"):
-                _library.impl(name, launch(name, reference, reference), device)
+                library.impl(name, launch(name, reference, reference), device)
         op = FusedOp(getattr(torch.ops.fxfuse, name).default, reference)
         OPS[op.overload] = op
         return op

@@ -13,11 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .activations import activation
-from .define import define
-
-
-def _nothing(like: Tensor) -> Tensor:
-    return like.new_empty(0)
+from .define import define, nothing
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -44,7 +40,7 @@ def linear_gradients(
 def _linear_act(x: Tensor, w: Tensor, b: Tensor | None, act: str, save: bool) -> tuple[Tensor, Tensor]:
     kind = activation(act)
     pre = F.linear(x, w, b)
-    return kind.forward(pre), pre if save and not kind.keeps_output else _nothing(x)
+    return kind.forward(pre), pre if save and not kind.keeps_output else nothing(x)
 
 
 def _no_addmm_activation(x: Tensor, w: Tensor, b: Tensor | None, act: str, save: bool) -> str | None:
@@ -62,13 +58,13 @@ def _no_addmm_activation(x: Tensor, w: Tensor, b: Tensor | None, act: str, save:
 def _linear_act_extern(x: Tensor, w: Tensor, b: Tensor | None, act: str, save: bool) -> tuple[Tensor, Tensor]:
     assert b is not None
     out = torch.ops.aten._addmm_activation(b, _rows(x), w.t(), use_gelu=act == "gelu_tanh")
-    return out.view(*x.shape[:-1], w.shape[0]), _nothing(x)
+    return out.view(*x.shape[:-1], w.shape[0]), nothing(x)
 
 
 @define("act_backward(Tensor grad, Tensor kept, str act, bool bias) -> (Tensor, Tensor)")
 def _act_backward(grad: Tensor, kept: Tensor, act: str, bias: bool) -> tuple[Tensor, Tensor]:
     d = activation(act).backward(grad, kept)
-    return d, _rows(d).sum(0) if bias else _nothing(grad)
+    return d, _rows(d).sum(0) if bias else nothing(grad)
 
 
 class _LinearAct(torch.autograd.Function):
@@ -132,14 +128,14 @@ def _glu(
 ) -> tuple[Tensor, Tensor, Tensor]:
     g, u = F.linear(x, w_gate, b_gate), F.linear(x, w_up, b_up)
     out = activation(act).forward(g) * u
-    return (out, g, u) if save else (out, _nothing(x), _nothing(x))
+    return (out, g, u) if save else (out, nothing(x), nothing(x))
 
 
 @define("glu_packed(Tensor x, Tensor w, Tensor? b, str act, bool save) -> (Tensor, Tensor)")
 def _glu_packed(x: Tensor, w: Tensor, b: Tensor | None, act: str, save: bool) -> tuple[Tensor, Tensor]:
     h = F.linear(x, w, b)
     g, u = h.chunk(2, -1)
-    return activation(act).forward(g) * u, h if save else _nothing(x)
+    return activation(act).forward(g) * u, h if save else nothing(x)
 
 
 @define("gated_backward(Tensor grad, Tensor g, Tensor u, str act) -> (Tensor, Tensor)")
@@ -257,7 +253,7 @@ def _linear_scale(
 ) -> tuple[Tensor, Tensor]:
     y = F.linear(x, w, b)
     out = y * k if s is None else y * s
-    return out if r is None else out + r, y if save else _nothing(x)
+    return out if r is None else out + r, y if save else nothing(x)
 
 
 @define("matmul_add(Tensor a, Tensor b, Tensor r) -> Tensor")

@@ -1,0 +1,425 @@
+"""The grouped MLP of mixture-of-experts models: routing, experts and combine as one operator.
+
+Symbols: T tokens, K experts a token, S = T K routed rows, E experts, H hidden width, I intermediate width. The routed rows
+are sorted by expert; ``ends`` (E,) int32 holds the row after each expert's last one. Expert ids outside [0, E) sort behind
+``ends[-1]`` and contribute nothing, forward or backward.
+
+The gradient of a router weight is ``<dO_t, y> = <dO_t W_down, a>``, so the down projection's output is not kept (Guo et al.,
+SonicMoE, arXiv:2512.14080, section 3): for the backward only x, h and the order of the rows are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .activations import ACTIVATIONS, activation
+from .arguments import Check
+from .define import define, nothing
+from .grouped_mm import bias_gradient, grouped_mm, of_rows, used, weight_gradient, wide
+
+LAYOUTS = ("concat", "interleaved", "separate", "plain")
+"""Gate and up: rows [gate; up] of one weight, its alternating rows, two weights; or no gate at all."""
+
+
+class Routing(NamedTuple):
+    """Where each routed row goes."""
+
+    order: Tensor
+    """(S,) int64: for each sorted row its place among the T K pairs."""
+    inverse: Tensor
+    """(S,) int64: for each pair its sorted row."""
+    ends: Tensor
+    """(E,) int32."""
+
+
+def route(expert_ids: Tensor, experts: int) -> Routing:
+    """Sort the (token, expert) pairs by expert, stably; no host sync, no atomics."""
+    flat = expert_ids.reshape(-1)
+    narrow = torch.int16 if experts < 2**15 else torch.int32
+    keys = torch.where((flat < 0) | (flat >= experts), experts, flat).to(narrow)  # a narrow key sorts in fewer passes
+    keys, order = torch.sort(keys, stable=True)
+    inverse = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
+    ends = torch.searchsorted(keys, torch.arange(experts, device=keys.device, dtype=narrow), right=True, out_int32=True)
+    return Routing(order, inverse, ends)
+
+
+# ------------------------------------------------------------------------------------------------ activation
+
+
+def _halves(h: Tensor, u: Tensor | None, layout: str) -> tuple[Tensor, Tensor | None]:
+    if layout == "concat":
+        g, u = h.chunk(2, -1)
+        return g, u
+    return (h[..., ::2], h[..., 1::2]) if layout == "interleaved" else (h, u)
+
+
+def _activate(g: Tensor, u: Tensor | None, act: str, limit: float | None, alpha: float | None) -> Tensor:
+    if limit is not None:
+        g = g.clamp(max=limit)
+        u = u.clamp(-limit, limit) if u is not None else None
+    a = g * torch.sigmoid(alpha * g) if alpha is not None else activation(act).forward(g)
+    if u is None:
+        return a
+    return a * (u + 1) if alpha is not None else a * u
+
+
+def _activate_backward(
+    da: Tensor, g: Tensor, u: Tensor | None, act: str, limit: float | None, alpha: float | None
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients with respect to g and u."""
+    inner, up = g, u
+    if limit is not None:
+        inner = g.clamp(max=limit)
+        up = u.clamp(-limit, limit) if u is not None else None
+    if alpha is not None:
+        s = torch.sigmoid(alpha * inner)
+        a = inner * s
+        factor = None if up is None else up + 1
+        dinner = (da if factor is None else da * factor) * (s + alpha * a * (1 - s))
+    else:
+        kind = activation(act)
+        a = kind.forward(inner)
+        dinner = kind.backward(da if up is None else da * up, a if kind.keeps_output else inner)
+    dup = None if up is None else da * a
+    if limit is not None:
+        dinner = torch.where(g <= limit, dinner, 0)
+        if u is not None and dup is not None:
+            dup = torch.where((u >= -limit) & (u <= limit), dup, 0)
+    return dinner, dup
+
+
+# ------------------------------------------------------------------------------------------------ experts
+
+
+class Experts(NamedTuple):
+    """The weights of all experts and what lies between their two linears."""
+
+    w_gate: Tensor
+    w_up: Tensor | None
+    w_down: Tensor
+    b_gate: Tensor | None
+    b_down: Tensor | None
+    act: str
+    layout: str
+    limit: float | None
+    alpha: float | None
+
+    def up(self, rows: Tensor, ends: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Before the activation: (S, 2 I) and None, or (S, I) twice where gate and up have a weight each."""
+        h = grouped_mm(rows, self.w_gate.transpose(1, 2), ends)
+        if self.b_gate is not None:
+            h = h + of_rows(self.b_gate, ends, h.shape[0])
+        return h, None if self.w_up is None else grouped_mm(rows, self.w_up.transpose(1, 2), ends)
+
+    def halves(self, h: Tensor, u: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Gate and up as they are computed with."""
+        g, up = _halves(h, u, self.layout)
+        return wide(g), None if up is None else wide(up)
+
+    def activated(self, h: Tensor, u: Tensor | None) -> Tensor:
+        """(S, I)."""
+        g, up = self.halves(h, u)
+        return _activate(g, up, self.act, self.limit, self.alpha).to(h.dtype)
+
+    def down(self, a: Tensor, ends: Tensor) -> Tensor:
+        """(S, H), without the bias."""
+        return grouped_mm(a, self.w_down.transpose(1, 2), ends)
+
+    def up_backward(
+        self, da: Tensor, h: Tensor, u: Tensor | None, rows: Tensor, ends: Tensor, mask: Sequence[bool]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """Gradients of (rows, w_gate, w_up, b_gate) from that of the activation's output, for those in ``mask``."""
+        g, up = self.halves(h, u)
+        dg, du = _activate_backward(da, g, up, self.act, self.limit, self.alpha)
+        dg = dg.to(h.dtype)
+        du = None if du is None else du.to(h.dtype)
+        if self.layout == "concat":
+            assert du is not None
+            dg, du = torch.cat([dg, du], -1), None
+        elif self.layout == "interleaved":
+            assert du is not None
+            dg, du = torch.stack([dg, du], -1).flatten(-2), None
+        drows = None
+        if mask[0]:
+            drows = grouped_mm(dg, self.w_gate, ends)
+            if du is not None and self.w_up is not None:
+                drows = drows + grouped_mm(du, self.w_up, ends)
+        return (
+            drows,
+            weight_gradient(dg, rows, ends, self.w_gate) if mask[1] else None,
+            weight_gradient(du, rows, ends, self.w_up) if mask[2] and du is not None and self.w_up is not None else None,
+            bias_gradient(dg, ends) if mask[3] else None,
+        )
+
+
+# ------------------------------------------------------------------------------------------------ the whole block
+
+_WEIGHTS = "Tensor w_gate, Tensor? w_up, Tensor w_down, Tensor? b_gate, Tensor? b_down"
+_KIND = "str act, str layout, float? limit, float? alpha"
+
+
+@define(
+    f"grouped_mlp(Tensor x, Tensor ids, Tensor? p, {_WEIGHTS}, {_KIND}, bool first, bool save)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+def _grouped_mlp(
+    x: Tensor,
+    ids: Tensor,
+    p: Tensor | None,
+    w_gate: Tensor,
+    w_up: Tensor | None,
+    w_down: Tensor,
+    b_gate: Tensor | None,
+    b_down: Tensor | None,
+    act: str,
+    layout: str,
+    limit: float | None,
+    alpha: float | None,
+    first: bool,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    experts = Experts(w_gate, w_up, w_down, b_gate, b_down, act, layout, limit, alpha)
+    routing = route(ids, w_down.shape[0])
+    rows = _routed_rows(x, p if first else None, routing, ids.shape[1])
+    h, u = experts.up(rows, routing.ends)
+    y = experts.down(experts.activated(h, u), routing.ends)
+    out = _combine(y, None if first else p, b_down, ids, routing).to(x.dtype)
+    kept = (h, nothing(h) if u is None else u) if save else (nothing(h), nothing(h))
+    return (out, *kept, *(routing if save else (nothing(ids),) * 3))
+
+
+def _routed_rows(x: Tensor, p: Tensor | None, routing: Routing, k: int) -> Tensor:
+    rows = x[routing.order // k]
+    return rows if p is None else (wide(rows) * wide(p.reshape(-1)[routing.order]).unsqueeze(-1)).to(x.dtype)
+
+
+def _combine(y: Tensor, p: Tensor | None, b: Tensor | None, ids: Tensor, routing: Routing) -> Tensor:
+    """The weighted sum over each token's K experts, added up in fp32 and written once; (T, H)."""
+    places = routing.inverse.view(ids.shape)
+    rows = torch.where(used(routing.ends, places), wide(y[places]), 0)
+    if b is not None:
+        inside = ((ids >= 0) & (ids < b.shape[0])).unsqueeze(-1)
+        rows = rows + torch.where(inside, wide(b[ids.clamp(0, b.shape[0] - 1)]), 0)
+    if p is not None:
+        rows = rows * wide(p).unsqueeze(-1)
+    return rows.sum(1)
+
+
+@define(
+    f"grouped_mlp_backward(Tensor grad, Tensor x, Tensor ids, Tensor? p, {_WEIGHTS}, Tensor h, Tensor? u, Tensor order, "
+    f"Tensor inverse, Tensor ends, {_KIND}, bool first, bool[] mask)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+def _grouped_mlp_backward(
+    grad: Tensor,
+    x: Tensor,
+    ids: Tensor,
+    p: Tensor | None,
+    w_gate: Tensor,
+    w_up: Tensor | None,
+    w_down: Tensor,
+    b_gate: Tensor | None,
+    b_down: Tensor | None,
+    h: Tensor,
+    u: Tensor | None,
+    order: Tensor,
+    inverse: Tensor,
+    ends: Tensor,
+    act: str,
+    layout: str,
+    limit: float | None,
+    alpha: float | None,
+    first: bool,
+    mask: list[bool],
+) -> tuple[Tensor, ...]:
+    need_x, need_p, need_gate, need_up, need_down, need_b_gate, need_b_down = mask
+    experts = Experts(w_gate, w_up, w_down, b_gate, b_down, act, layout, limit, alpha)
+    routing = Routing(order, inverse, ends)
+    k, tokens = ids.shape[1], order // ids.shape[1]
+    weight = None if p is None else wide(p.reshape(-1)[order]).unsqueeze(-1)
+    after = None if first else weight
+    dy, a = grad[tokens], None  # not yet times the router weight, whose own gradient needs it so
+    found: list[Tensor | None] = [None] * 7
+    if need_down or (need_p and not first):
+        g, up = experts.halves(h, u)
+        a = _activate(g, up, act, limit, alpha)
+    if need_b_down:
+        found[6] = bias_gradient(dy if after is None else (wide(dy) * after).to(dy.dtype), ends)
+    if need_down:
+        assert a is not None
+        found[4] = weight_gradient(dy, (a if after is None else a * after).to(h.dtype), ends, w_down)
+    if need_x or need_gate or need_up or need_b_gate or need_p:
+        places = torch.arange(order.shape[0], device=order.device)
+        da = torch.where(used(ends, places), wide(grouped_mm(dy, w_down, ends)), 0)
+        if need_p and not first:
+            assert a is not None and p is not None
+            dp = (da * torch.where(used(ends, places), a, 0)).sum(-1)
+            found[1] = dp[inverse].view(ids.shape)
+            if b_down is not None:
+                inside = ((ids >= 0) & (ids < b_down.shape[0])).unsqueeze(-1)
+                lines = torch.where(inside, wide(b_down[ids.clamp(0, b_down.shape[0] - 1)]), 0)
+                found[1] = found[1] + (wide(grad).unsqueeze(1) * lines).sum(-1)
+            found[1] = found[1].to(p.dtype)
+        da = da if after is None else da * after
+        rows = _routed_rows(x, p if first else None, routing, k)
+        need_rows = need_x or (need_p and first)
+        inner = (need_rows, need_gate, need_up, need_b_gate)
+        if any(inner):
+            drows, found[2], found[3], found[5] = experts.up_backward(da, h, u, rows, ends, inner)
+            if drows is not None:
+                drows = torch.where(used(ends, places), wide(drows), 0)
+                if first and need_p:
+                    assert p is not None
+                    found[1] = (drows * wide(x[tokens])).sum(-1)[inverse].view(ids.shape).to(p.dtype)
+                if need_x:
+                    scaled = drows if not first or weight is None else drows * weight
+                    found[0] = scaled[inverse.view(ids.shape)].sum(1).to(x.dtype)
+    return tuple(nothing(grad) if t is None else t for t in found)
+
+
+def grouped_mlp_forward(
+    x: Tensor, ids: Tensor, p: Tensor | None, experts: Experts, *, weights_first: bool = False, save: bool
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The forward of a fusion: ``grouped_mlp`` and, with ``save``, what its backward needs.
+
+    That is the linear's output h (S, 2 I), or gate and up (S, I) where they have a weight each, and the rows' order, its
+    inverse and ``ends``.
+    """
+    out, h, u, *routing = torch.ops.fxfuse.grouped_mlp(x, ids, p, *experts, weights_first, save)
+    if not save:
+        return out, ()
+    return out, (h, *routing) if experts.w_up is None else (h, u, *routing)
+
+
+def grouped_mlp_backward(
+    grad: Tensor,
+    x: Tensor,
+    ids: Tensor,
+    p: Tensor | None,
+    experts: Experts,
+    saved: Sequence[Tensor],
+    mask: Sequence[bool],
+    *,
+    weights_first: bool = False,
+) -> tuple[Tensor, ...]:
+    """Gradients of (x, p, w_gate, w_up, w_down, b_gate, b_down) for those in ``mask``; the others are empty tensors."""
+    *pre, order, inverse, ends = saved
+    h, u = pre if len(pre) == 2 else (*pre, None)
+    return torch.ops.fxfuse.grouped_mlp_backward(
+        grad, x, ids, p, *experts[:5], h, u, order, inverse, ends, *experts[5:], weights_first, list(mask)
+    )
+
+
+class _GroupedMlp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ids: Tensor, p: Tensor | None, *rest: Any) -> Tensor:
+        out, h, u, *routing = torch.ops.fxfuse.grouped_mlp(x, ids, p, *rest, True)
+        ctx.rest = rest[5:]
+        ctx.save_for_backward(x, ids, p, *rest[:5], h, None if rest[1] is None else u, *routing)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        needs = ctx.needs_input_grad
+        mask = [needs[0], *needs[2:8]]
+        found = torch.ops.fxfuse.grouped_mlp_backward(grads[0], *ctx.saved_tensors, *ctx.rest, mask)
+        given = [g if m else None for g, m in zip(found, mask, strict=True)]
+        return (given[0], None, *given[1:], *[None] * len(ctx.rest))
+
+
+def grouped_mlp(
+    x: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    expert_ids: Tensor,
+    router_weights: Tensor | None,
+    *,
+    activation: str = "silu",
+    bias_gate_up: Tensor | None = None,
+    bias_down: Tensor | None = None,
+    limit: float | None = None,
+    alpha: float | None = None,
+    gated: bool = True,
+    layout: str = "concat",
+    w_up: Tensor | None = None,
+    weights_first: bool = False,
+) -> Tensor:
+    """Each token through its K experts, ``sum_k p_k (act(x W_gate^T) * (x W_up^T)) W_down^T``; differentiable.
+
+    Args:
+        x: (T, H).
+        w_gate_up: (E, 2 I, H), rows [gate; up] ("concat") or alternating ("interleaved"); with ``w_up`` or without a gate
+            (E, I, H). Any strides.
+        w_down: (E, H, I).
+        expert_ids: (T, K) integers; ids outside [0, E) contribute nothing.
+        router_weights: (T, K) floats, or None for a plain sum.
+        activation: as in ``linear_act``.
+        bias_gate_up, bias_down: (E, 2 I) in the rows' order, (E, H).
+        limit: clamps the gate from above and up on both sides, before the activation.
+        alpha: the gated activation is ``g sigmoid(alpha g) (u + 1)`` instead (GPT-OSS); ``activation`` is not used then.
+        gated: False for ``act(x W^T) W_down^T``.
+        layout: "concat" or "interleaved".
+        w_up: (E, I, H), where gate and up have a weight each.
+        weights_first: multiply a token by its router weight before its experts, not after.
+
+    Returns:
+        (T, H) in x's dtype; the sum over experts is in fp32 for 16-bit floats.
+
+    Raises:
+        ValueError: an argument's rank, size, dtype or device does not fit; it is named.
+    """
+    kind = "plain" if not gated else "separate" if w_up is not None else layout
+    _check(x, w_gate_up, w_up, w_down, expert_ids, router_weights, bias_gate_up, bias_down, kind, alpha, layout)
+    kinds = _activation_name(activation), kind, limit, alpha, weights_first
+    weights = (w_gate_up, w_up, w_down, bias_gate_up, bias_down)
+    trains = any(t is not None and t.requires_grad for t in (x, router_weights, *weights))
+    if torch.is_grad_enabled() and trains:
+        return _GroupedMlp.apply(x, expert_ids, router_weights, *weights, *kinds)
+    return torch.ops.fxfuse.grouped_mlp(x, expert_ids, router_weights, *weights, *kinds, False)[0]
+
+
+def _activation_name(name: str) -> str:
+    if name not in ACTIVATIONS:
+        raise ValueError(f"grouped_mlp: activation {name!r} is unknown; there are {', '.join(ACTIVATIONS)}")
+    return name
+
+
+def _check(
+    x: Tensor,
+    w_gate_up: Tensor,
+    w_up: Tensor | None,
+    w_down: Tensor,
+    expert_ids: Tensor,
+    router_weights: Tensor | None,
+    bias_gate_up: Tensor | None,
+    bias_down: Tensor | None,
+    kind: str,
+    alpha: float | None,
+    layout: str,
+) -> None:
+    check = Check("grouped_mlp")
+    if layout not in ("concat", "interleaved"):
+        raise ValueError(f"grouped_mlp: layout is {layout!r}; expected 'concat' or 'interleaved'")
+    if kind == "plain" and (w_up is not None or alpha is not None):
+        raise ValueError("grouped_mlp: gated=False takes neither w_up nor alpha")
+    check.shape("x", x, (None, None))
+    check.shape("w_down", w_down, (None, x.shape[1], None))
+    experts, width, inner = w_down.shape
+    rows = inner if kind in ("plain", "separate") else 2 * inner
+    check.shape("w_gate_up", w_gate_up, (experts, rows, width))
+    check.shape("w_up", w_up, (experts, inner, width))
+    check.shape("expert_ids", expert_ids, (x.shape[0], None))
+    check.dtype("expert_ids", expert_ids, (torch.int64, torch.int32))
+    check.shape("router_weights", router_weights, tuple(expert_ids.shape))
+    check.shape("bias_gate_up", bias_gate_up, (experts, rows))
+    check.shape("bias_down", bias_down, (experts, width))
+    if kind == "separate" and bias_gate_up is not None:
+        raise ValueError("grouped_mlp: bias_gate_up goes with one weight for gate and up, not with w_up")
+    check.same("x", x, w_gate_up=w_gate_up, w_up=w_up, w_down=w_down, bias_gate_up=bias_gate_up, bias_down=bias_down)
+    check.device("x", x, expert_ids=expert_ids, router_weights=router_weights)
+    check.floating("router_weights", router_weights)
+    check.ids("expert_ids", expert_ids, experts)

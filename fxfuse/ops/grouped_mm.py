@@ -1,0 +1,141 @@
+"""Grouped matrix multiplication: rows in groups, a matrix for each group.
+
+Symbols: S rows sorted by group, E groups; ``ends`` (E,) int32 holds the row after each group's last one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .arguments import Check
+from .define import library
+
+ALIGNMENT = 16
+"""Bytes to which ``torch._grouped_mm`` wants every stride."""
+
+
+def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """Rows of a (S, M) in groups, each times its matrix of b (E, M, N): (S, N); rows past ``ends[-1]`` are undefined.
+
+    With b (S, N) and a (M, S) the sum runs over each group's rows: (E, M, N), zero for an empty group. bf16 operands with
+    aligned strides go to ``torch._grouped_mm``; others to a loop over the experts, which synchronises with the host.
+    """
+    if a.dtype is torch.bfloat16 and _aligned(a) and _aligned(b):
+        return torch._grouped_mm(a, b, offs=ends)
+    return torch.ops.fxfuse.grouped_mm_loop(a, b, ends)
+
+
+def _aligned(t: Tensor) -> bool:
+    outer = [s for s in t.stride() if not (isinstance(s, int) and s == 1)]
+    columns = t.stride(-1) if isinstance(t.stride(-1), int) else 0
+    rows = t.stride(-2) if isinstance(t.stride(-2), int) else 0
+    return 1 in (columns, rows) and all(isinstance(s, int) and s * t.element_size() % ALIGNMENT == 0 for s in outer)
+
+
+def _grouped_mm_loop(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    out = _grouped_mm_loop_fake(a, b, ends).zero_()
+    start = 0
+    for e, end in enumerate(ends.tolist()):
+        if b.dim() == 3:
+            out[start:end] = a[start:end] @ b[e]
+        else:
+            out[e] = a[:, start:end] @ b[start:end]
+        start = end
+    return out
+
+
+def _grouped_mm_loop_fake(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    if b.dim() == 3:
+        return a.new_empty(a.shape[0], b.shape[2])
+    return a.new_empty(ends.shape[0], a.shape[0], b.shape[1])
+
+
+library.define("grouped_mm_loop(Tensor a, Tensor b, Tensor ends) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+library.impl("grouped_mm_loop", _grouped_mm_loop, "CompositeExplicitAutograd")
+library.impl("grouped_mm_loop", _grouped_mm_loop_fake, "Meta")
+
+
+def weight_gradient(d: Tensor, x: Tensor, ends: Tensor, like: Tensor) -> Tensor:
+    """d (S, N) and x (S, M) to (E, N, M), laid out in memory as the weight ``like`` is."""
+    if like.stride(-1) == 1:
+        return grouped_mm(d.t(), x, ends)
+    return grouped_mm(x.t(), d, ends).transpose(1, 2)
+
+
+def bias_gradient(d: Tensor, ends: Tensor) -> Tensor:
+    """Column sums of d (S, N) by expert: (E, N)."""
+    return grouped_mm(d.t(), d.new_ones(d.shape[0], 8), ends)[:, :, 0]
+
+
+def wide(t: Tensor) -> Tensor:
+    """In the dtype that sums and activations are computed in."""
+    return t.float() if t.dtype in (torch.bfloat16, torch.float16) else t
+
+
+def used(ends: Tensor, rows: Tensor) -> Tensor:
+    """Which sorted rows belong to an expert, as a column."""
+    return (rows < ends[-1]).unsqueeze(-1)
+
+
+def of_rows(table: Tensor, ends: Tensor, rows: int) -> Tensor:
+    """For each sorted row its expert's line of ``table`` (E, N)."""
+    places = torch.arange(rows, device=ends.device, dtype=ends.dtype)
+    experts = torch.searchsorted(ends, places, right=True).clamp(max=table.shape[0] - 1)
+    return table[experts]
+
+
+# ------------------------------------------------------------------------------------------------ grouped linear
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, ends: Tensor, b: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, w, ends)
+        y = grouped_mm(x, w.transpose(1, 2), ends)
+        y = y if b is None else y + of_rows(b, ends, y.shape[0])
+        return torch.where(used(ends, torch.arange(y.shape[0], device=y.device)), y, 0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, w, ends = ctx.saved_tensors
+        grad, needs = grads[0], ctx.needs_input_grad
+        dx = None
+        if needs[0]:
+            dx = grouped_mm(grad, w, ends)
+            dx = torch.where(used(ends, torch.arange(dx.shape[0], device=dx.device)), dx, 0)
+        return (
+            dx,
+            weight_gradient(grad, x, ends, w) if needs[1] else None,
+            None,
+            bias_gradient(grad, ends) if needs[3] else None,
+        )
+
+
+def grouped_linear(x: Tensor, w: Tensor, offs: Tensor, b: Tensor | None = None) -> Tensor:
+    """``x w_e^T + b_e`` with each row's own group e; differentiable. Rows at or past ``offs[-1]`` are zero.
+
+    Args:
+        x: (S, K), rows sorted by group.
+        w: (E, N, K), any strides.
+        offs: (E,) int32, the row after each group's last one. Not read on the host unless ``fxfuse.config.debug``.
+        b: (E, N) or None.
+
+    Returns:
+        (S, N).
+
+    Raises:
+        ValueError: an argument's rank, size, dtype or device does not fit; it is named.
+    """
+    check = Check("grouped_linear")
+    check.shape("x", x, (None, None))
+    check.shape("w", w, (None, None, x.shape[1]))
+    check.shape("offs", offs, (w.shape[0],))
+    check.dtype("offs", offs, (torch.int32,))
+    check.shape("b", b, tuple(w.shape[:2]))
+    check.same("x", x, w=w, b=b)
+    check.device("x", x, offs=offs)
+    check.ends("offs", offs, x.shape[0])
+    return _GroupedLinear.apply(x, w, offs, b)
