@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 _WHERE = {
     "config": "config",
     "ops": "ops",
+    "experts": "experts",
     "testing": "testing",
     "explain": "explanation:explain",
     "last_report": "dispatch:last_report",
@@ -48,6 +49,7 @@ _WHERE = {
 
 if TYPE_CHECKING:
     from . import config as config
+    from . import experts as experts
     from . import ops as ops
     from . import testing as testing
     from .dispatch import last_report as last_report

@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
+from .naming import is_called
 from .recipe import Recipe
 from .report import Fused, Missed, Report
 
@@ -228,8 +229,8 @@ def _refusal_lines(r: Refusal) -> list[str]:
 
 def why_not(report: Report, name: str, registered: Sequence[str] | None) -> str:
     """The answer of ``Report.why_not``; ``registered``: the names that exist, None when that is not known."""
-    fired = [g for g in groups(report) if g.first.name == name]
-    missed = [r for r in _every_refusal(report) if r.first.name == name]
+    fired = [g for g in groups(report) if is_called(g.first.name, name)]
+    missed = [r for r in _every_refusal(report) if is_called(r.first.name, name)]
     lines = []
     if fired:
         lines.append(f"{plain(name)} fused {_times(sum(len(g.regions) for g in fired))}:")
@@ -237,7 +238,7 @@ def why_not(report: Report, name: str, registered: Sequence[str] | None) -> str:
     if missed:
         lines.append("Refused elsewhere:" if fired else f"{plain(name)} did not fire. Nearest, by values of the pattern found:")
         lines += [line for r in missed[:MISSES] for line in _refusal_lines(r)]
-    lines += [f"Failed in {plain(f.stage)}: {plain(f.error)}" for f in report.failures if f.name == name]
+    lines += [f"Failed in {plain(f.stage)}: {plain(f.error)}" for f in report.failures if is_called(f.name, name)]
     return "\n".join(lines) or _nothing_near(report, name, registered)
 
 
@@ -247,7 +248,7 @@ def _every_refusal(report: Report) -> list[Refusal]:
 
 
 def _nothing_near(report: Report, name: str, registered: Sequence[str] | None) -> str:
-    if registered and name in registered:
+    if registered and any(is_called(r, name) for r in registered):
         return f"{plain(name)} did not fire: no root op of that pattern occurs in the captured graphs ({len(report.graphs)})."
     known = {f.name for f in report.fused} | {m.name for m in report.missed} | set(registered or ())
     close = difflib.get_close_matches(name, sorted(known), n=3)

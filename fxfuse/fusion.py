@@ -63,7 +63,7 @@ class Fusion:
         name: str | None = None,
         recipes: Sequence[str] | None = None,
         extra: int = 0,
-        example: Mapping[str, Any] | None = None,
+        example: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         requires: Sequence[Any] = (),
         check_on_register: bool = True,
         holes: tuple[Hole, ...] | None = None,
@@ -132,9 +132,10 @@ class Fusion:
     @functools.cached_property
     def examples(self) -> list[Example]:
         """Shapes on which the pattern runs."""
-        if self._example is not None:
-            return explicit_examples(self.pattern, self.holes, self._example)
-        return find_examples(self.pattern, self.holes)
+        if self._example is None:
+            return find_examples(self.pattern, self.holes)
+        given = [self._example] if isinstance(self._example, Mapping) else self._example
+        return explicit_examples(self.pattern, self.holes, given)
 
     @functools.cached_property
     def identity(self) -> str:
@@ -320,7 +321,7 @@ def register_forward_fusion(
     recipes: Sequence[str] | None = None,
     name: str | None = None,
     extra: int = 0,
-    example: Mapping[str, Any] | None = None,
+    example: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     requires: Sequence[Any] = (),
     check_on_register: bool = True,
 ) -> Any:
@@ -332,7 +333,8 @@ def register_forward_fusion(
         name: the fusion's name (the function's by default).
         extra: how many of the pattern's last outputs are interior values that the rewrite also returns, so that they may
             be used outside (in training: saved for the backward).
-        example: by argument name: names of dimensions ("m k"), a shape or a tensor; spares the search for shapes.
+        example: by argument name: names of dimensions ("m k"), a shape or a tensor; spares the search for shapes. Several
+            examples where the pattern takes several forms (a tensor in another dtype adds casts, for instance).
         requires: operators (``torch.ops.aten.mm.default``) that a graph must hold for the fusion to be looked for at all:
             spares the compile of a model without them the pattern's trace.
         check_on_register: compare the rewrite with the pattern when it is registered.
@@ -361,7 +363,7 @@ def register_backward_fusion(
     recipes: Sequence[str] | None = None,
     name: str | None = None,
     extra: int = 0,
-    example: Mapping[str, Any] | None = None,
+    example: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     requires: Sequence[Any] = (),
     check_on_register: bool = True,
 ) -> Any:
@@ -389,7 +391,7 @@ def register_forward_backward_fusion(
     prepend: bool = False,
     recipes: Sequence[str] | None = None,
     name: str | None = None,
-    example: Mapping[str, Any] | None = None,
+    example: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     requires: Sequence[Any] = (),
     check_on_register: bool = True,
 ) -> Any:

@@ -7,6 +7,7 @@ values fill the holes. ``prove`` decides. A wrong guess can lose a match, never 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from . import compat
 from .fusion import Fusion
 from .pattern import Decompositions, trace_forward
+from .region import inverse
 from .samples import SENTINELS, Example, shape_of
 from .spellings import CAST, VIEWS, number_graph, target_name
 from .values import COMMUTATIVE, LINEAR, PERMUTE, SCALE, SLICE, UNIQUE, VIEW, Arg, Key, Table, is_tensor, operands, size, sizes
@@ -48,17 +50,23 @@ class Skeleton:
         """The operator of the pattern's first output."""
         return self.table.head(self.roots[0])
 
+    @functools.cached_property
+    def form(self) -> Any:
+        """Its structure without sizes: two examples of one form need one skeleton."""
+        return _form(self)
 
-def skeletons(fusion: Fusion, decompositions: Decompositions, strict: bool) -> list[Skeleton]:
-    """One skeleton per form that the pattern takes on its examples; computed once per fusion and numerics."""
-    cache: dict[bool, list[Skeleton]] = fusion.__dict__.setdefault("_skeletons", {})
-    if strict not in cache:
-        found: dict[Any, Skeleton] = {}
-        for example in fusion.examples:
+
+def skeletons(fusion: Fusion, decompositions: Decompositions, strict: bool) -> Iterator[Skeleton]:
+    """One skeleton per form that the pattern takes on its examples, each traced when it is asked for, once per numerics."""
+    cache: dict[bool, list[Skeleton | None]] = fusion.__dict__.setdefault("_skeletons", {})
+    known = cache.setdefault(strict, [])  # None where an earlier example has the same form
+    for i, example in enumerate(fusion.examples):
+        if i == len(known):
             skeleton = _skeleton(fusion, example, decompositions, strict)
-            found.setdefault(_form(skeleton), skeleton)
-        cache[strict] = list(found.values())
-    return cache[strict]
+            known.append(None if any(k is not None and k.form == skeleton.form for k in known) else skeleton)
+        skeleton = known[i]
+        if skeleton is not None:
+            yield skeleton
 
 
 def _skeleton(fusion: Fusion, example: Example, decompositions: Decompositions, strict: bool) -> Skeleton:
@@ -86,7 +94,6 @@ def _reachable(table: Table, c: int) -> list[int]:
 
 
 def _form(skeleton: Skeleton) -> Any:
-    """The skeleton's structure without its sizes: two examples of one form need one skeleton."""
     table, places = skeleton.table, {c: i for i, c in enumerate(skeleton.holes) if c is not None}
 
     def argument(a: Arg) -> Any:
@@ -183,8 +190,8 @@ class Finder:
         if want[0] == VIEW:
             yield from self._match_view(p, m, bound)
         elif want[0] == PERMUTE and have[0] != PERMUTE and len(self.model.shapes[m] or ()) == len(want[2][1]):
-            dims = [int(d[1]) for d in want[2][1]]
-            yield from self._match(want[1][1], self.model.permute(m, [dims.index(i) for i in range(len(dims))]), {**bound, p: m})
+            undone = self.model.permute(m, inverse(self.pattern.permuted_dims(p)))
+            yield from self._match(want[1][1], undone, {**bound, p: m})
         elif want[0] != have[0]:
             self._fail(bound, p, m)
             if want[0] == _CAST_HEAD:

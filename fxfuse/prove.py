@@ -19,13 +19,16 @@ from .pattern import Traced, contributions, same_shape_and_dtype, trace_forward,
 from .region import (
     CHEAP,
     Context,
+    Dims,
     Refusal,
     Region,
     cycle,
     extra_places,
+    inverse,
     is_backward,
     layout_source,
     mutation_between,
+    seen_values,
     slice_back,
     survivors,
     without_users,
@@ -48,16 +51,14 @@ class Guess:
     classes: Classes
     scalars: tuple[float, ...]
     inputs: list[Node | None] = dataclasses.field(default_factory=list)
+    layouts: list[Dims | None] = dataclasses.field(default_factory=list)
+    given: set[int] = dataclasses.field(default_factory=set)
+    """The input classes, and those of the nodes that hold them in another layout."""
 
     @property
     def metas(self) -> list[Any]:
-        """The fake values of the inputs."""
-        return [None if n is None else value(n) for n in self.inputs]
-
-    @property
-    def given(self) -> set[int]:
-        """The input classes."""
-        return {c for c in self.classes if c is not None}
+        """The fake values of the inputs, as the pattern sees them."""
+        return seen_values(self.inputs, self.layouts)
 
 
 def prove(context: Context, guess: Guess) -> Region | Refusal:
@@ -89,16 +90,28 @@ def prove(context: Context, guess: Guess) -> Region | Refusal:
 
 
 def _bind(context: Context, guess: Guess) -> Refusal | None:
-    """Choose a node for each input class: the earliest one, so that it exists where the replacement will stand."""
+    """Choose a node for each input class: the earliest one, so that it exists where the replacement will stand.
+
+    A class without a node may be another node's with its dimensions reordered (a weight stored transposed).
+    """
     table, backward_too = context.table, guess.fusion.side == "backward"
-    for hole, c in zip(guess.fusion.tensor_holes, guess.classes, strict=True):
-        if c is None:
-            guess.inputs.append(None)
-            continue
+
+    def earliest(c: int) -> Node | None:
         nodes = [n for n in table.members.get(c, ()) if (backward_too or not is_backward(n)) and n < guess.root]
-        if not nodes:
+        return min(nodes) if nodes else None
+
+    for hole, c in zip(guess.fusion.tensor_holes, guess.classes, strict=True):
+        node, dims = None if c is None else earliest(c), None
+        if c is not None and node is None and table.head(c) == PERMUTE:
+            base = table.operand(c, 0)
+            node, dims = earliest(base), table.permuted_dims(c)
+            guess.given.add(base)
+        if c is not None and node is None:
             return Refusal(f"input {hole.name} {_absence(table, c)}", guess.root)
-        guess.inputs.append(min(nodes))
+        if c is not None:
+            guess.given.add(c)
+        guess.inputs.append(node)
+        guess.layouts.append(dims)
     return None
 
 
@@ -206,7 +219,7 @@ def _cut_forward(context: Context, guess: Guess, outputs: list[int]) -> Region |
     stray = [n for n in boundary if is_tensor(n) and not outside(n)]
     if stray:
         return Refusal(f"it reaches {stray[0].name}, which is not an input", stray[0])
-    region = Region(fusion, root, guess.inputs, guess.scalars, nodes, inside, set())
+    region = Region(fusion, root, guess.inputs, guess.scalars, nodes, inside, set(), layouts=guess.layouts)
     regions = {n.meta.get("ac_graph_id") for n in inside if is_tensor(n) and not layout_source(n, given, table)}
     if len(regions) > 1:
         return Refusal("it crosses activation-checkpoint regions", root)
@@ -229,10 +242,10 @@ def _cut_backward(context: Context, guess: Guess, region: Region) -> Refusal | N
     region.tangent, region.mask = tangent, mask
     table, given = context.table, guess.given
     used: set[Node] = set()
-    for gradient in traced.grads:
+    for gradient, dims in zip(traced.grads, guess.layouts, strict=True):
         row: list[Node] = []
         for term in contributions(gradient, traced.depends):
-            node = _contribution(context, region, env[term], used, given)
+            node = _contribution(context, region, _in_layout(table, env[term], dims), used, given)
             if node is None:
                 return Refusal("a gradient was already replaced", guess.root)
             used.add(node)
@@ -296,20 +309,26 @@ def _find_cotangent(
             env = evaluate_traced(traced, table, guess.classes, c)
             if env[traced.outputs[0]] != table.class_of[guess.root]:
                 break
-            found = tuple(_is_present(context, traced, env, g) for g in traced.grads)
+            found = tuple(_is_present(context, traced, env, g, d) for g, d in zip(traced.grads, guess.layouts, strict=True))
             if found == mask:
                 return node, mask, traced, env
             mask = found
     return None
 
 
-def _is_present(context: Context, traced: Traced, env: dict[Node, int], gradient: Node | None) -> bool:
+def _is_present(context: Context, traced: Traced, env: dict[Node, int], gradient: Node | None, dims: Dims | None) -> bool:
     if gradient is None:
         return False
+    table = context.table
     return all(
-        any(is_backward(n) and n not in context.consumed for n in context.table.members.get(env[term], ()))
+        any(is_backward(n) and n not in context.consumed for n in table.members.get(_in_layout(table, env[term], dims), ()))
         for term in contributions(gradient, traced.depends)
     )
+
+
+def _in_layout(table: Table, c: int, dims: Dims | None) -> int:
+    """A gradient as the graph holds it, whose input the pattern sees with its dimensions in the order ``dims``."""
+    return c if dims is None else table.permute(c, inverse(dims))
 
 
 def _traced_joint(context: Context, guess: Guess, mask: tuple[bool, ...], tangent: Node) -> Traced:

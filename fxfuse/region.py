@@ -53,6 +53,20 @@ class Context:
                 self.backward_by_sequence.setdefault(node.meta.get("seq_nr"), []).append(node)
 
 
+Dims = tuple[int, ...]
+
+
+def seen_values(nodes: Sequence[Node | None], layouts: Sequence[Dims | None]) -> list[Any]:
+    """The fake values of some nodes, each with its dimensions reordered."""
+    values = [None if n is None else value(n) for n in nodes]
+    return [v if dims is None else v.permute(dims) for v, dims in zip(values, layouts, strict=True)]
+
+
+def inverse(dims: Dims) -> Dims:
+    """The order of dimensions that undoes another."""
+    return tuple(dims.index(i) for i in range(len(dims)))
+
+
 @dataclasses.dataclass
 class Region:
     """A proven match, ready to be spliced."""
@@ -73,11 +87,23 @@ class Region:
     tangent: Node | None = None
     gradients: list[list[Node]] = dataclasses.field(default_factory=list)
     """For each input, the contributions to its gradient that are replaced."""
+    layouts: Sequence[Dims | None] = ()
+    """For each input, the dimensions in the order in which the fusion sees them, where that is not the node's own."""
 
     @property
     def roots(self) -> list[Node]:
         """Every node of every required output."""
         return [n for nodes in self.outputs for n in nodes]
+
+    @property
+    def metas(self) -> list[Any]:
+        """The fake values of the inputs, as the fusion sees them."""
+        return seen_values(self.inputs, self.layouts)
+
+    @property
+    def gradient_layouts(self) -> list[Dims | None]:
+        """The layouts of the inputs whose gradient is replaced."""
+        return [dims for dims, row in zip(self.layouts, self.gradients, strict=False) if row]
 
     @property
     def trained(self) -> bool:

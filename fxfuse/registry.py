@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from .changes import touch
 from .errors import PatternError, warn_once
+from .naming import is_among, is_called
 
 if TYPE_CHECKING:
     from .fusion import Fusion
@@ -80,7 +81,12 @@ def list_fusions() -> list[Fusion | Windows]:
 def active(only: Sequence[str] | None = None, without: Sequence[str] = ()) -> tuple[Fusion | Windows, ...]:
     """The fusions that may fire now."""
     off = disabled.get() | set(without)
-    return tuple(f for f in list_fusions() if f.ready and f.name not in off and (only is None or f.name in only))
+    return tuple(f for f in list_fusions() if f.ready and not is_among(f.name, off) and (only is None or is_among(f.name, only)))
+
+
+def is_known(name: str) -> bool:
+    """Whether a fusion or a family has this name."""
+    return any(is_called(f.name, name) for f in list_fusions())
 
 
 def suggestion(name: str) -> str:
@@ -97,7 +103,7 @@ def disable(*names: str) -> Iterator[None]:
         PatternError: no fusion has this name.
     """
     for name in names:
-        if name not in {f.name for f in list_fusions()}:
+        if not is_known(name):
             raise PatternError(f"disable({name!r}): no such fusion{suggestion(name)}")
     token = disabled.set(disabled.get() | set(names))
     try:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import CacheError
+from .naming import is_called
 
 __all__ = ["Failure", "Fused", "GraphRecord", "Missed", "Report"]
 
@@ -132,15 +133,17 @@ class Report:
         return {"text/plain": display.text(self), "text/html": page.fragment(self)}
 
     def count(self, name: str, graph: str | None = None) -> int:
-        """How many regions were fused by the fusions whose name matches the glob ``name``.
+        """How many regions were fused by the fusions called ``name``.
 
         Args:
-            name: a fusion's name, or a glob such as ``"linear_*"``.
+            name: a fusion's name, the name of a family (``"grouped_mlp"`` for ``"grouped_mlp[sorted, packed silu]"`` and
+                the like), or a glob such as ``"linear_*"``.
             graph: ``"forward"`` or ``"backward"``: only regions that replaced something in that pass.
         """
         if graph not in (None, "forward", "backward"):
             raise ValueError(f"count({name!r}, graph={graph!r}): graph is 'forward' or 'backward'")
-        return sum(fnmatch.fnmatchcase(f.name, name) and (graph is None or graph in f.directions) for f in self.fused)
+        called = [f for f in self.fused if is_called(f.name, name) or fnmatch.fnmatchcase(f.name, name)]
+        return sum(graph is None or graph in f.directions for f in called)
 
     def why_not(self, name: str) -> str:
         """Why the fusion ``name`` did not fire: its nearest misses, each with reason and source line; or where it did fire."""
@@ -159,7 +162,7 @@ class Report:
         name, mark, number = region.rpartition("#")
         if not mark:
             name, number = region, "0"
-        found = [(g, f) for g in self.graphs for f in g.fused if f.name == name]
+        found = [(g, f) for g in self.graphs for f in g.fused if is_called(f.name, name)]
         if not number.isdecimal() or int(number) >= len(found):
             known = ", ".join(f"{n}#0..{self.count(n) - 1}" for n in dict.fromkeys(f.name for f in self.fused)) or "none"
             raise ValueError(f"no fused region {region!r} in this report; it has: {known}")

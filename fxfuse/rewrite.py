@@ -7,6 +7,7 @@ import itertools
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch.fx import Graph, Node
 
@@ -14,6 +15,7 @@ from . import compat, faults
 from .errors import FusionCountError, warn_once
 from .fusion import Fusion
 from .match import MAX_BINDINGS, Finder, Mismatch, Skeleton, skeletons
+from .naming import family, is_called
 from .pattern import Decompositions, TraceCache
 from .prove import Guess, prove
 from .recipe import Recipe
@@ -53,6 +55,13 @@ class _Run:
     taken: dict[Node, str] = dataclasses.field(default_factory=dict)
     """Which fusion replaced a node."""
     failures: list[Failure] = dataclasses.field(default_factory=list)
+    _held: tuple[int, set[Any]] = dataclasses.field(default_factory=lambda: (-1, set()))
+
+    def holds(self, operators: frozenset[Any]) -> bool:
+        """Whether the part of the graph that no fusion has taken has all of these operators."""
+        if operators and self._held[0] != len(self.fused):
+            self._held = len(self.fused), {n.target for n in self.context.graph.nodes if _is_free(self.context, n)}
+        return operators <= self._held[1]
 
 
 def rewrite(
@@ -72,9 +81,8 @@ def rewrite(
     table = number_graph(graph, recipe.numerics == "strict")
     context = Context(graph, table, decompositions, recipe)
     run = _Run(context, kind, strict, _index(context), {n: i for i, n in enumerate(graph.nodes)})
-    operators = {n.target for n in graph.nodes}
     for fusion in fusions:
-        if (fusion.side == "backward" and not context.has_backward) or not fusion.requires <= operators:
+        if (fusion.side == "backward" and not context.has_backward) or not run.holds(fusion.requires):
             continue
         _try_fusion(run, fusion)
     if run.fused:
@@ -126,24 +134,16 @@ def _try_fusion(run: _Run, fusion: Fusion | Windows) -> None:
         _try_windows(run, fusion)
         return
     try:
-        forms = skeletons(fusion, context.decompositions, context.table.strict)
+        for skeleton in skeletons(fusion, context.decompositions, context.table.strict):
+            for node in run.by_head.get(skeleton.head, ()):
+                if _is_free(context, node) and is_backward(node) == (fusion.side == "backward"):
+                    _try_root(run, fusion, node, skeleton)
+            if not run.holds(fusion.requires):
+                return  # what is left of the graph is not worth tracing another form
+    except BrokenGraph:
+        raise
     except Exception as error:
         _failed(run, fusion, error)
-        return
-    roots: dict[Node, list[Skeleton]] = {}
-    for skeleton in forms:
-        for node in run.by_head.get(skeleton.head, ()):
-            roots.setdefault(node, []).append(skeleton)
-    for node, usable in roots.items():
-        if not _is_free(context, node) or is_backward(node) != (fusion.side == "backward"):
-            continue
-        try:
-            _try_root(run, fusion, node, usable)
-        except BrokenGraph:
-            raise
-        except Exception as error:
-            _failed(run, fusion, error)
-            return
 
 
 def _try_windows(run: _Run, windows: Windows) -> None:
@@ -177,36 +177,28 @@ def _failed(run: _Run, fusion: Fusion | Windows, error: Exception) -> None:
     )
 
 
-def _try_root(run: _Run, fusion: Fusion, root: Node, usable: Sequence[Skeleton]) -> None:
+def _try_root(run: _Run, fusion: Fusion, root: Node, skeleton: Skeleton) -> None:
     faults.point("match")
     context = run.context
-    best: Mismatch | None = None
-    for skeleton in usable:
-        finder = Finder(skeleton, context.table)
-        refusal: Refusal | None = None
-        for binding in itertools.islice(finder.bindings(context.table.class_of[root]), MAX_BINDINGS):
-            scalars = tuple(
-                binding[("scalar", i)] for i in range(sum(h.scalar for h in fusion.holes)) if ("scalar", i) in binding
-            )
-            if len(scalars) != sum(h.scalar for h in fusion.holes):
-                continue
-            classes = [None if c is None else binding.get(c) for c in skeleton.holes]
-            if any(c is None and s is not None for c, s in zip(classes, skeleton.holes, strict=True)):
-                refusal = Refusal("an argument of the pattern does not reach its first output", root)
-                continue
-            outcome = _attempt(run, Guess(fusion, root, classes, scalars))
-            if outcome is None:
-                return
-            refusal = outcome
-        if refusal is not None:
-            run.missed[(fusion.name, root)] = _refusal(run, fusion.name, root, skeleton.size, refusal)
-            best = None
-        else:
-            mismatch = finder.mismatch()
-            if best is None or mismatch.matched / max(mismatch.total, 1) > best.matched / max(best.total, 1):
-                best = mismatch
-    if best is not None and (fusion.name, root) not in run.missed:
-        _remember_nearest(run, fusion, root, best)
+    finder = Finder(skeleton, context.table)
+    refusal: Refusal | None = None
+    for binding in itertools.islice(finder.bindings(context.table.class_of[root]), MAX_BINDINGS):
+        scalars = tuple(binding[("scalar", i)] for i in range(sum(h.scalar for h in fusion.holes)) if ("scalar", i) in binding)
+        if len(scalars) != sum(h.scalar for h in fusion.holes):
+            continue
+        classes = [None if c is None else binding.get(c) for c in skeleton.holes]
+        if any(c is None and s is not None for c, s in zip(classes, skeleton.holes, strict=True)):
+            refusal = Refusal("an argument of the pattern does not reach its first output", root)
+            continue
+        outcome = _attempt(run, Guess(fusion, root, classes, scalars))
+        if outcome is None:
+            run.missed.pop((fusion.name, root), None)
+            return
+        refusal = outcome
+    if refusal is not None:
+        run.missed[(fusion.name, root)] = _refusal(run, fusion.name, root, skeleton.size, refusal)
+    elif (fusion.name, root) not in run.missed:
+        _remember_nearest(run, fusion, root, finder.mismatch())
 
 
 def _attempt(run: _Run, guess: Guess) -> Refusal | None:
@@ -264,17 +256,22 @@ def _remember_nearest(run: _Run, fusion: Fusion, root: Node, mismatch: Mismatch)
     missed = Missed(
         fusion.name, mismatch.matched, mismatch.total, mismatch.reason, root.name, source_line(node), layer_path(root), run.kind
     )
-    known = run.nearest.get(fusion.name)
+    known = run.nearest.get(family(fusion.name))
     if known is None or missed.progress > known[0].progress:
-        run.nearest[fusion.name] = (missed, root)
+        run.nearest[family(fusion.name)] = (missed, root)
 
 
 def _missed(run: _Run) -> tuple[Missed, ...]:
     """Every refused place, and the nearest miss of each fusion that came to nothing."""
-    refused = [_with_taker(run, m, root) for (_, root), m in run.missed.items()]
-    fired = {f.name for _, f in run.fused} | {m.name for m in refused}
+    refused = [_with_taker(run, m, root) for (name, root), m in run.missed.items() if not _taken_by_kin(run, name, root)]
+    fired = {family(f.name) for _, f in run.fused} | {family(m.name) for m in refused}
     nearest = [m for name, (m, root) in run.nearest.items() if name not in fired and _is_free(run.context, root)]
     return tuple(refused + nearest)
+
+
+def _taken_by_kin(run: _Run, name: str, root: Node) -> bool:
+    """Whether another form of the same family took the place."""
+    return root in run.taken and family(run.taken[root]) == family(name)
 
 
 def _with_taker(run: _Run, missed: Missed, root: Node) -> Missed:
@@ -293,10 +290,10 @@ def _raise_refused(missed: Sequence[Missed]) -> None:
 def check_expectation(records: Sequence[GraphRecord], expected: Mapping[str, int], failures: Sequence[Failure]) -> None:
     """Raise FusionCountError where a fusion did not fire as often as expected."""
     for name, count in expected.items():
-        fired = sum(f.name == name for r in records for f in r.fused)
+        fired = sum(is_called(f.name, name) for r in records for f in r.fused)
         if fired != count:
-            reasons = [f"  {m.name}: {m.reason} at {m.source}" for r in records for m in r.missed if m.name == name]
-            reasons += [f"  {f.name}: {f.error}" for f in failures if f.name == name]
+            reasons = [f"  {m.name}: {m.reason} at {m.source}" for r in records for m in r.missed if is_called(m.name, name)]
+            reasons += [f"  {f.name}: {f.error}" for f in failures if is_called(f.name, name)]
             raise FusionCountError(
                 f"fusion {name!r} fired {fired} times, expected {count}"
                 + ("; refused:\n" + "\n".join(reasons) if reasons else "")

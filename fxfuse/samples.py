@@ -48,6 +48,8 @@ class Slot:
 
     dims: tuple[str, ...]
     dtype: torch.dtype = torch.float32
+    values: tuple[int, ...] | None = None
+    """The values of an integer example: random ones may be out of a pattern's range."""
 
 
 Example = tuple["Slot | None", ...]
@@ -124,35 +126,45 @@ def _one_of_each_rank(solutions: Iterator[Example]) -> list[Example]:
     return list(found.values())
 
 
-def explicit_examples(pattern: Callable[..., Any], holes: Sequence[Hole], given: Mapping[str, Any]) -> list[Example]:
+def explicit_examples(pattern: Callable[..., Any], holes: Sequence[Hole], given: Sequence[Mapping[str, Any]]) -> list[Example]:
     """The examples that the user gave, with and without each optional hole.
 
-    An entry is names of dimensions ("m k"), a shape or a tensor; equal sizes of shapes are one dimension.
+    An entry is names of dimensions ("m k"), a shape or a tensor; equal sizes of shapes are one dimension. None leaves an
+    optional hole out; where an example says so, all are taken as they are.
 
     Raises:
         PatternError: an entry is missing or names an unknown dimension, or the pattern does not run on the example.
     """
-    slots: list[Slot] = []
+    examples = [_slots(pattern, holes, example) for example in given]
+    if any(None in example for example in examples):
+        return examples
+    optional = [i for i, h in enumerate(h for h in holes if not h.scalar) if h.optional]
+    absent = itertools.chain.from_iterable(itertools.combinations(optional, r) for r in range(len(optional) + 1))
+    return [tuple(None if i in out else slot for i, slot in enumerate(e)) for out in absent for e in examples]
+
+
+def _slots(pattern: Callable[..., Any], holes: Sequence[Hole], given: Mapping[str, Any]) -> Example:
+    slots: list[Slot | None] = []
     for hole in holes:
         if not hole.scalar:
             if hole.name not in given:
                 raise PatternError(f"pattern {name_of(pattern)}: example= has no entry for {hole.name!r}; it has {sorted(given)}")
-            slots.append(_slot(pattern, hole, given[hole.name]))
-    optional = [i for i, h in enumerate(h for h in holes if not h.scalar) if h.optional]
-    examples: list[Example] = []
-    for absent in itertools.chain.from_iterable(itertools.combinations(optional, r) for r in range(len(optional) + 1)):
-        examples.append(tuple(None if i in absent else slot for i, slot in enumerate(slots)))
+            absent = hole.optional and given[hole.name] is None
+            slots.append(None if absent else _slot(pattern, hole, given[hole.name]))
+    named = dict(zip([h.name for h in holes if not h.scalar], slots, strict=True))
     try:
-        _Search(pattern, holes, frozenset(), DTYPES).run(dict(zip([h.name for h in holes if not h.scalar], slots, strict=True)))
+        search = _Search(pattern, holes, frozenset(n for n, s in named.items() if s is None), DTYPES)
+        search.run({n: s for n, s in named.items() if s is not None})
     except Exception as error:
         first = f"{type(error).__name__}: {error}".splitlines()[0]
         raise PatternError(f"pattern {name_of(pattern)} does not run on its example=: {first}") from error
-    return examples
+    return tuple(slots)
 
 
 def _slot(pattern: Callable[..., Any], hole: Hole, given: Any) -> Slot:
     if isinstance(given, torch.Tensor):
-        return Slot(tuple(f"={s}" for s in given.shape), given.dtype)
+        integer = not (given.dtype.is_floating_point or given.dtype.is_complex or given.dtype is torch.bool)
+        return Slot(tuple(f"={s}" for s in given.shape), given.dtype, tuple(given.flatten().tolist()) if integer else None)
     dims = given.split() if isinstance(given, str) else given
     if not isinstance(dims, Sequence):
         raise PatternError(f"pattern {name_of(pattern)}: example= of {hole.name} is {given!r}, not a shape or a tensor")

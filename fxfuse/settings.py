@@ -85,7 +85,7 @@ def _inductor_options(given: Mapping[str, Any]) -> dict[str, Any]:
     checked: dict[str, Any] = {}
     for key, wanted in given.items():
         name = str(key).replace("-", "_")
-        if name not in known:
+        if not registry.is_known(name):
             raise OptionError(f"option {key!r} is unknown{_suggest(name, [*OWN, *known])}")
         have = known[name]
         if name != OUR_PASS and have is not None and wanted is not None and type(wanted) is not type(have):
@@ -134,9 +134,8 @@ def _fusions(v: Any) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
     for key, names in v.items():
         if not isinstance(names, (list, tuple, set, frozenset)) or not all(isinstance(n, str) for n in names):
             raise OptionError(f"option 'fusions': {key!r} is {names!r}, expected a list of names")
-    known = {f.name for f in registry.list_fusions()}
     for name in [*(v.get("only") or ()), *(v.get("disable") or ())]:
-        if name not in known:
+        if not registry.is_known(name):
             raise OptionError(f"option 'fusions': no fusion is named {name!r}{registry.suggestion(name)}")
     only = v.get("only")
     return None if only is None else tuple(only), tuple(v.get("disable") or ())
@@ -147,8 +146,7 @@ def _expect(v: Any) -> Mapping[str, int] | None:
         return None
     if not isinstance(v, Mapping) or not all(isinstance(c, int) and not isinstance(c, bool) and c >= 0 for c in v.values()):
         raise OptionError(f"option 'expect': got {v!r}, expected {{fusion name: count}}")
-    known = {f.name for f in registry.list_fusions()}
     for name in v:
-        if name not in known:
+        if not registry.is_known(name):
             raise OptionError(f"option 'expect': no fusion is named {name!r}{registry.suggestion(name)}")
     return dict(v)

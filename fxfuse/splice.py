@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from . import compat
 from .pattern import Traced, refake, same_shape_and_dtype, trace_forward, trace_joint
-from .region import DONE, Context, Refusal, Region, is_backward
+from .region import DONE, Context, Dims, Refusal, Region, inverse, is_backward
 from .spellings import CAST, LAYOUT_ONLY, number
 from .values import is_tensor, metadata, operand, size, value
 
@@ -83,7 +83,7 @@ def splice(context: Context, region: Region, tag: int) -> Spliced | Refusal:
 
 
 def _trace(context: Context, region: Region) -> _Replacement:
-    metas = [None if n is None else value(n) for n in region.inputs]
+    metas = region.metas
     if region.fusion.side == "joint" and region.fusion.explicit:
         return _trace_explicit(context, region, metas)
     if region.trained:
@@ -194,8 +194,9 @@ def _check_outputs(region: Region, replacement: _Replacement) -> Refusal | None:
 
 def _check_gradients(region: Region, replacement: _Replacement) -> Refusal | None:
     rows = [row for row in region.gradients if row]
-    for gradient, row in zip(replacement.gradients, rows, strict=True):
-        if not is_tensor(gradient) or not same_shape_and_dtype(value(gradient), value(row[0])):
+    for gradient, row, dims in zip(replacement.gradients, rows, region.gradient_layouts, strict=True):
+        seen = value(row[0]) if dims is None else value(row[0]).permute(dims)
+        if not is_tensor(gradient) or not same_shape_and_dtype(value(gradient), seen):
             return Refusal(f"the replacement's gradient is {_describe(gradient)}, the replaced one {_describe(row[0])}", row[0])
     return None
 
@@ -257,13 +258,18 @@ class _Splicer:
 
     def run(self, totals: Sequence[_Total]) -> Spliced:
         forward, backward = self._forward_meta(), None
-        env = dict(zip(self.replacement.forward.inputs, self.region.inputs, strict=True))
-        self._inline(self.replacement.forward_nodes, env, self._place(), forward)
+        place = self._place()
+        inputs = [
+            n if n is None or dims is None else self._permuted(n, dims, place, forward)
+            for n, dims in zip(self.region.inputs, self.region.layouts, strict=True)
+        ]
+        env = dict(zip(self.replacement.forward.inputs, inputs, strict=True))
+        self._inline(self.replacement.forward_nodes, env, place, forward)
         self._reroute_outputs([env.get(o) for o in self.replacement.outputs], forward)
         saved = tuple(env[s] for s in self.replacement.saved if s is not None)
         if self.region.trained:
             backward = self._backward_meta(forward)
-            self._splice_backward(env, saved, backward, totals)
+            self._splice_backward(env, inputs, saved, backward, totals)
         self._clean()
         return Spliced(tuple(self.inserted), tuple(s for s in saved if s is not None))
 
@@ -315,6 +321,14 @@ class _Splicer:
         self.inserted.append(view)
         return view
 
+    def _permuted(self, source: Node, dims: Dims, before: Node, meta: Mapping[str, Any]) -> Node:
+        with self.graph.inserting_before(before):
+            node = self.graph.call_function(aten.permute.default, (source, list(dims)))
+        node.meta = {**meta, "val": value(source).permute(dims), DONE: self.tag}
+        number(self.table, node)
+        self.inserted.append(node)
+        return node
+
     def _size_argument(self, s: Any) -> Any:
         """A size as an argument of a node: a number, or the node that computes the symbol."""
         if isinstance(s, int):
@@ -326,7 +340,12 @@ class _Splicer:
         return s
 
     def _splice_backward(
-        self, forward_env: dict[Any, Any], saved: Sequence[Any], meta: Mapping[str, Any], totals: Sequence[_Total]
+        self,
+        forward_env: dict[Any, Any],
+        inputs: Sequence[Node | None],
+        saved: Sequence[Any],
+        meta: Mapping[str, Any],
+        totals: Sequence[_Total],
     ) -> None:
         region, replacement = self.region, self.replacement
         back = replacement.backward
@@ -334,10 +353,13 @@ class _Splicer:
         if back is replacement.forward:
             env: dict[Any, Any] = {**forward_env, back.tangent: region.tangent}
         else:
-            env = dict(zip(back.inputs, [*region.inputs, *saved, region.tangent], strict=True))
+            env = dict(zip(back.inputs, [*inputs, *saved, region.tangent], strict=True))
         self._inline(replacement.backward_nodes, env, min(n for row in region.gradients for n in row), meta)
-        for gradient, total in zip(replacement.gradients, totals, strict=True):
-            self._reroute_gradient(env[gradient], total, meta)
+        for gradient, total, dims in zip(replacement.gradients, totals, region.gradient_layouts, strict=True):
+            new = env[gradient]
+            if dims is not None:
+                new = self._permuted(new, inverse(dims), new.next, meta)
+            self._reroute_gradient(new, total, meta)
 
     def _reroute_gradient(self, gradient: Node, total: _Total, meta: Mapping[str, Any]) -> None:
         sum_class: int | None = None if total.others else self.table.class_of[total.keeper]

@@ -177,7 +177,7 @@ class Table:
         rank = len(self.shape(c))
         dims = [d % rank for d in dims]
         if self.head(c) == PERMUTE:
-            inner = [int(i[1]) for i in self.keys[c][2][1]]
+            inner = self.permuted_dims(c)
             dims, c = [inner[d] for d in dims], self.operand(c, 0)
         old = self.shape(c)
         new = [old[d] for d in dims]
@@ -197,6 +197,10 @@ class Table:
             if b is None:
                 return self.linear(w, x, None)  # (x w^T)^T = w x^T
         return self.intern((PERMUTE, ref(c), ("l", tuple(("i", str(d)) for d in dims))), new, self.dtypes[c])
+
+    def permuted_dims(self, c: int) -> tuple[int, ...]:
+        """The order of dimensions of a permute."""
+        return tuple(int(d[1]) for d in self.keys[c][2][1])
 
     def expand(self, c: int, shape: Sequence[Any]) -> int:
         """Broadcast to a shape."""

@@ -79,8 +79,8 @@ MODELS = {
         },
         inputs=tokens,
         mlps=("h.0.mlp", "h.1.mlp"),  # its linears keep their weights transposed
-        train={"dgrad_add": 1},
-        infer={},
+        train={"linear_add": 4, "dgrad_add": 1},
+        infer={"linear_add": 4},
     ),
     "bert": Model(
         config="BertConfig",

@@ -43,11 +43,6 @@ def tanh_for_erf(x, w, b):
     return F.gelu(F.linear(x, w, b), approximate="tanh")
 
 
-@reasons.case(normal((8, 16), (16, 32), (32,)), reason="layout")
-def weight_stored_untransposed(x, w, b):
-    return F.gelu(torch.addmm(b, x, w))
-
-
 @reasons.case(normal((8, 16), (32, 16), (32,)), reason="permute lies in between")
 def transpose_in_between(x, w, b):
     return F.gelu(F.linear(x, w, b).t())

@@ -162,8 +162,8 @@ def bias_of_one_row_is_not_fused(x, w, b):
     return F.gelu(x @ w.t() + b)
 
 
-@linear.case(normal((16, 16), (16, 16), (16,)), fuses={})
-def untransposed_square_weight_is_not_fused(x, w, b):
+@linear.case(normal((16, 16), (16, 16), (16,)))
+def untransposed_square_weight(x, w, b):
     return F.gelu(torch.addmm(b, x, w))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .activations import activation
 from .define import define, nothing
@@ -76,6 +77,7 @@ class _LinearAct(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         x, w, kept = ctx.saved_tensors
@@ -196,6 +198,7 @@ class _GluMlp(torch.autograd.Function):
         return F.linear(hidden, w_down)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         x, w_gate, w_up, w_down, g, u = ctx.saved_tensors

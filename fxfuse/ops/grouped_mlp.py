@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .activations import ACTIVATIONS, activation
 from .arguments import Check
@@ -36,15 +37,24 @@ class Routing(NamedTuple):
     """(E,) int32."""
 
 
-def route(expert_ids: Tensor, experts: int) -> Routing:
-    """Sort the (token, expert) pairs by expert, stably; no host sync, no atomics."""
+def route(expert_ids: Tensor, experts: int, ends: Tensor | None = None) -> Routing:
+    """Sort the (token, expert) pairs by expert, stably; no host sync, no atomics.
+
+    With ``ends`` given, the rows' experts are what it says, whatever the ids.
+    """
     flat = expert_ids.reshape(-1)
+    if ends is not None:
+        order = torch.sort(flat, stable=True)[1]
+        return Routing(order, _inverse(order), ends)
     narrow = torch.int16 if experts < 2**15 else torch.int32
     keys = torch.where((flat < 0) | (flat >= experts), experts, flat).to(narrow)  # a narrow key sorts in fewer passes
     keys, order = torch.sort(keys, stable=True)
-    inverse = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
     ends = torch.searchsorted(keys, torch.arange(experts, device=keys.device, dtype=narrow), right=True, out_int32=True)
-    return Routing(order, inverse, ends)
+    return Routing(order, _inverse(order), ends)
+
+
+def _inverse(order: Tensor) -> Tensor:
+    return torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
 
 
 # ------------------------------------------------------------------------------------------------ activation
@@ -163,13 +173,14 @@ _KIND = "str act, str layout, float? limit, float? alpha"
 
 
 @define(
-    f"grouped_mlp(Tensor x, Tensor ids, Tensor? p, {_WEIGHTS}, {_KIND}, bool first, bool save)"
+    f"grouped_mlp(Tensor x, Tensor ids, Tensor? p, Tensor? ends, {_WEIGHTS}, {_KIND}, bool first, bool save)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 def _grouped_mlp(
     x: Tensor,
     ids: Tensor,
     p: Tensor | None,
+    ends: Tensor | None,
     w_gate: Tensor,
     w_up: Tensor | None,
     w_down: Tensor,
@@ -183,13 +194,15 @@ def _grouped_mlp(
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     experts = Experts(w_gate, w_up, w_down, b_gate, b_down, act, layout, limit, alpha)
-    routing = route(ids, w_down.shape[0])
+    routing = route(ids, w_down.shape[0], ends)
     rows = _routed_rows(x, p if first else None, routing, ids.shape[1])
     h, u = experts.up(rows, routing.ends)
     y = experts.down(experts.activated(h, u), routing.ends)
     out = _combine(y, None if first else p, b_down, ids, routing).to(x.dtype)
-    kept = (h, nothing(h) if u is None else u) if save else (nothing(h), nothing(h))
-    return (out, *kept, *(routing if save else (nothing(ids),) * 3))
+    if not save:
+        return out, nothing(h), nothing(h), nothing(routing.order), nothing(routing.order), nothing(routing.ends)
+    counted = routing.ends if ends is None else nothing(ends)  # an operator may not return its argument
+    return out, h, nothing(h) if u is None else u, routing.order, routing.inverse, counted
 
 
 def _routed_rows(x: Tensor, p: Tensor | None, routing: Routing, k: int) -> Tensor:
@@ -282,17 +295,25 @@ def _grouped_mlp_backward(
 
 
 def grouped_mlp_forward(
-    x: Tensor, ids: Tensor, p: Tensor | None, experts: Experts, *, weights_first: bool = False, save: bool
+    x: Tensor,
+    ids: Tensor,
+    p: Tensor | None,
+    experts: Experts,
+    *,
+    ends: Tensor | None = None,
+    weights_first: bool = False,
+    save: bool,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The forward of a fusion: ``grouped_mlp`` and, with ``save``, what its backward needs.
 
     That is the linear's output h (S, 2 I), or gate and up (S, I) where they have a weight each, and the rows' order, its
-    inverse and ``ends``.
+    inverse and ``ends`` (unless it was given: (E,) int32, the sorted row after each expert's last one).
     """
-    out, h, u, *routing = torch.ops.fxfuse.grouped_mlp(x, ids, p, *experts, weights_first, save)
+    out, h, u, order, inverse, counted = torch.ops.fxfuse.grouped_mlp(x, ids, p, ends, *experts, weights_first, save)
     if not save:
         return out, ()
-    return out, (h, *routing) if experts.w_up is None else (h, u, *routing)
+    linear = (h,) if experts.w_up is None else (h, u)
+    return out, (*linear, order, inverse, *([counted] if ends is None else []))
 
 
 def grouped_mlp_backward(
@@ -304,25 +325,27 @@ def grouped_mlp_backward(
     saved: Sequence[Tensor],
     mask: Sequence[bool],
     *,
+    ends: Tensor | None = None,
     weights_first: bool = False,
 ) -> tuple[Tensor, ...]:
     """Gradients of (x, p, w_gate, w_up, w_down, b_gate, b_down) for those in ``mask``; the others are empty tensors."""
-    *pre, order, inverse, ends = saved
-    h, u = pre if len(pre) == 2 else (*pre, None)
+    *linear, order, inverse, counted = saved if ends is None else (*saved, ends)
+    h, u = linear if len(linear) == 2 else (*linear, None)
     return torch.ops.fxfuse.grouped_mlp_backward(
-        grad, x, ids, p, *experts[:5], h, u, order, inverse, ends, *experts[5:], weights_first, list(mask)
+        grad, x, ids, p, *experts[:5], h, u, order, inverse, counted, *experts[5:], weights_first, list(mask)
     )
 
 
 class _GroupedMlp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ids: Tensor, p: Tensor | None, *rest: Any) -> Tensor:
-        out, h, u, *routing = torch.ops.fxfuse.grouped_mlp(x, ids, p, *rest, True)
+        out, h, u, *routing = torch.ops.fxfuse.grouped_mlp(x, ids, p, None, *rest, True)
         ctx.rest = rest[5:]
         ctx.save_for_backward(x, ids, p, *rest[:5], h, None if rest[1] is None else u, *routing)
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         needs = ctx.needs_input_grad
         mask = [needs[0], *needs[2:8]]
@@ -379,7 +402,7 @@ def grouped_mlp(
     trains = any(t is not None and t.requires_grad for t in (x, router_weights, *weights))
     if torch.is_grad_enabled() and trains:
         return _GroupedMlp.apply(x, expert_ids, router_weights, *weights, *kinds)
-    return torch.ops.fxfuse.grouped_mlp(x, expert_ids, router_weights, *weights, *kinds, False)[0]
+    return torch.ops.fxfuse.grouped_mlp(x, expert_ids, router_weights, None, *weights, *kinds, False)[0]
 
 
 def _activation_name(name: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .arguments import Check
 from .define import library
@@ -35,16 +36,14 @@ def _aligned(t: Tensor) -> bool:
     return 1 in (columns, rows) and all(isinstance(s, int) and s * t.element_size() % ALIGNMENT == 0 for s in outer)
 
 
-def _grouped_mm_loop(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    out = _grouped_mm_loop_fake(a, b, ends).zero_()
-    start = 0
-    for e, end in enumerate(ends.tolist()):
-        if b.dim() == 3:
-            out[start:end] = a[start:end] @ b[e]
-        else:
-            out[e] = a[:, start:end] @ b[start:end]
-        start = end
-    return out
+def reference_grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """``grouped_mm`` by a loop over the groups: any dtype, differentiable, rows past ``ends[-1]`` zero."""
+    stops = ends.tolist()
+    groups = list(zip([0, *stops], stops, strict=False))
+    if b.dim() == 2:
+        return torch.stack([a[:, start:stop] @ b[start:stop] for start, stop in groups])
+    products = [a[start:stop] @ b[e] for e, (start, stop) in enumerate(groups)]
+    return torch.cat([*products, a.new_zeros(a.shape[0] - stops[-1], b.shape[2])])
 
 
 def _grouped_mm_loop_fake(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
@@ -53,8 +52,16 @@ def _grouped_mm_loop_fake(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     return a.new_empty(ends.shape[0], a.shape[0], b.shape[1])
 
 
+def _grouped_sum_loop(d: Tensor, ends: Tensor) -> Tensor:
+    stops = ends.tolist()
+    return torch.stack([d[start:stop].sum(0) for start, stop in zip([0, *stops], stops, strict=False)])
+
+
+library.define("grouped_sum_loop(Tensor d, Tensor ends) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+library.impl("grouped_sum_loop", _grouped_sum_loop, "CompositeExplicitAutograd")
+library.impl("grouped_sum_loop", lambda d, ends: d.new_empty(ends.shape[0], d.shape[1]), "Meta")
 library.define("grouped_mm_loop(Tensor a, Tensor b, Tensor ends) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-library.impl("grouped_mm_loop", _grouped_mm_loop, "CompositeExplicitAutograd")
+library.impl("grouped_mm_loop", reference_grouped_mm, "CompositeExplicitAutograd")
 library.impl("grouped_mm_loop", _grouped_mm_loop_fake, "Meta")
 
 
@@ -67,6 +74,8 @@ def weight_gradient(d: Tensor, x: Tensor, ends: Tensor, like: Tensor) -> Tensor:
 
 def bias_gradient(d: Tensor, ends: Tensor) -> Tensor:
     """Column sums of d (S, N) by expert: (E, N)."""
+    if d.dtype not in (torch.bfloat16, torch.float16):  # a product adds up row after row, less exactly than a sum
+        return torch.ops.fxfuse.grouped_sum_loop(d, ends)
     return grouped_mm(d.t(), d.new_ones(d.shape[0], 8), ends)[:, :, 0]
 
 
@@ -99,6 +108,7 @@ class _GroupedLinear(torch.autograd.Function):
         return torch.where(used(ends, torch.arange(y.shape[0], device=y.device)), y, 0)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, w, ends = ctx.saved_tensors
         grad, needs = grads[0], ctx.needs_input_grad

@@ -1,11 +1,14 @@
 """The grouped MLP of mixture-of-experts models as one joint fusion: route, up, activation, down, combine.
 
 A fusion's name is ``grouped_mlp[<block>, <experts>]``: how rows are routed and combined, and what an expert computes.
+Patterns are put together from the two tables below; a pattern's holes are those of its block and of its experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,34 +20,61 @@ from fxfuse.ops import Experts
 from .activations import ACTIVATIONS
 
 aten = torch.ops.aten
-Compute = Callable[[Tensor, Tensor, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]], Tensor]
-"""``(rows, ends, lines, masked) -> (S, H)``: ``lines(b)`` gives each row its expert's line of b (E, N), ``masked`` zeroes
-the rows that belong to no expert (or does nothing)."""
-Block = Callable[[Tensor, Tensor, Tensor, int, Compute], Tensor]
-"""``(x, ids, p, number of experts, compute) -> (T, H)``."""
+Holes = Mapping[str, Any]
+Linear = Callable[[Tensor, Tensor, "Tensor | None"], Tensor]
+"""``(rows (S, M), w (E, N, M), b (E, N) or None) -> (S, N)``: each row with its own expert's weight and bias."""
+Compute = Callable[[Tensor, Linear], Tensor]
+"""What the experts do with their rows: ``(rows (S, H), linear) -> (S, H)``."""
 
 
-# ------------------------------------------------------------------------------------------------ routing and combine
+def _linear(ends: Tensor, lines: Callable[[Tensor], Tensor], masked: Callable[[Tensor], Tensor] = lambda h: h) -> Linear:
+    """``lines(b)`` gives each row its expert's line of b; ``masked`` zeroes the rows of no expert."""
+
+    def linear(rows: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        y = torch._grouped_mm(rows.to(w.dtype), w.transpose(-2, -1), offs=ends)
+        return masked(y if b is None else y + lines(b))
+
+    return linear
 
 
-def sorted_rows(x: Tensor, ids: Tensor, p: Tensor, experts: int, compute: Compute) -> Tensor:
-    """Sort the pairs, count with histc, restore the order with the inverse permutation, sum over the K rows of a token."""
-    tokens, k = ids.shape
-    eid, order = torch.sort(ids.reshape(-1))
-    ends = _count(eid, experts)
-    y = compute(x[order // k], ends, lambda b: b[eid], lambda h: h)
-    return _restore(y, p, order, (tokens, k, x.shape[-1])).to(x.dtype)
+# ------------------------------------------------------------------------------------------------ blocks
 
 
-def masked_rows(x: Tensor, ids: Tensor, p: Tensor, experts: int, compute: Compute) -> Tensor:
-    """``sorted_rows`` with the rows of ids past the last expert set to zero after each step."""
-    tokens, k = ids.shape
-    eid, order = torch.sort(ids.reshape(-1))
+def _sorted(h: Holes, experts: int, compute: Compute) -> Tensor:
+    eid, order = torch.sort(h["ids"].reshape(-1))
+    y = compute(_rows(h, order), _linear(_count(eid, experts), lambda b: b[eid]))
+    return _restore(h, y, order)
+
+
+def _masked(h: Holes, experts: int, compute: Compute) -> Tensor:
+    eid, order = torch.sort(h["ids"].reshape(-1))
     ends = _count(eid, experts)
     outside = (eid >= experts).unsqueeze(-1)
     eid = eid.clamp(max=experts - 1)
-    y = compute(x[order // k].masked_fill(outside, 0.0), ends, lambda b: b[eid], lambda h: h.masked_fill(outside, 0.0))
-    return _restore(y, p, order, (tokens, k, x.shape[-1])).to(x.dtype)
+    rows = _rows(h, order).masked_fill(outside, 0.0)
+    return _restore(h, compute(rows, _linear(ends, lambda b: b[eid], lambda t: t.masked_fill(outside, 0.0))), order)
+
+
+def _counted(h: Holes, experts: int, compute: Compute) -> Tensor:
+    order = torch.sort(h["ids"].reshape(-1))[1]
+    return _restore(h, compute(_rows(h, order), _linear(h["ends"], lambda b: b)), order)
+
+
+def _scattered(h: Holes, experts: int, compute: Compute) -> Tensor:
+    order, scores = _by_argsort(h)
+    y = compute(_rows(h, order), _linear(h["ends"], lambda b: b)).type_as(h["x"])
+    return _scatter(h, (y.to(torch.float32) * scores).to(y.dtype), order)
+
+
+def _weights_first(h: Holes, experts: int, compute: Compute) -> Tensor:
+    order, scores = _by_argsort(h)
+    rows = _rows(h, order)
+    y = compute((rows.to(torch.float32) * scores).to(rows.dtype), _linear(h["ends"], lambda b: b)).type_as(h["x"])
+    return _scatter(h, y, order)
+
+
+def _rows(h: Holes, order: Tensor) -> Tensor:
+    return h["x"][order // h["ids"].shape[1]]
 
 
 def _count(eid: Tensor, experts: int) -> Tensor:
@@ -52,211 +82,216 @@ def _count(eid: Tensor, experts: int) -> Tensor:
     return torch.cumsum(torch.histc(counted, bins=experts, min=0, max=experts - 1), dim=0, dtype=torch.int32)
 
 
-def _restore(y: Tensor, p: Tensor, order: Tensor, shape: tuple[int, int, int]) -> Tensor:
-    weighted = y * p.reshape(-1)[order].unsqueeze(-1)
+def _restore(h: Holes, y: Tensor, order: Tensor) -> Tensor:
+    weighted = y * h["p"].reshape(-1)[order].unsqueeze(-1)
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(order.shape[0], device=order.device)
-    return weighted[inverse].view(shape).sum(dim=1)
+    return weighted[inverse].view(*h["ids"].shape, y.shape[-1]).sum(dim=1).to(h["x"].dtype)
 
 
-def scattered_rows(x: Tensor, ids: Tensor, p: Tensor, experts: int, compute: Compute) -> Tensor:
-    """Count with a mask of (T, E), sort with argsort, add the weighted rows to their tokens with scatter_add (torchtitan)."""
-    k = ids.shape[1]
-    chosen = torch.zeros(x.shape[0], experts, dtype=torch.bool, device=x.device).scatter(-1, ids, True)
-    ends = torch.cumsum(chosen.sum(0), 0, dtype=torch.int32)
-    flat = ids.view(-1)
-    order = torch.argsort(flat, stable=True)
-    scores, tokens = p.view(-1)[order], order // k
-    y = compute(x[tokens], ends, lambda b: b[flat[order]], lambda h: h).type_as(x)
-    y = (y.to(torch.float32) * scores.reshape(-1, 1)).to(y.dtype)
-    return torch.zeros_like(x).scatter_add(0, tokens.reshape(-1, 1).expand(-1, x.shape[1]), y)
+def _by_argsort(h: Holes) -> tuple[Tensor, Tensor]:
+    order = torch.argsort(h["ids"].view(-1), stable=True)
+    return order, h["p"].view(-1)[order].reshape(-1, 1)
 
 
-BLOCKS: dict[str, tuple[Block, tuple[Any, ...]]] = {
-    "sorted": (sorted_rows, (aten.histc.default,)),
-    "masked": (masked_rows, (aten.histc.default, aten.ge.Scalar)),
-    "scattered": (scattered_rows, (aten.scatter_add.default,)),
+def _scatter(h: Holes, y: Tensor, order: Tensor) -> Tensor:
+    tokens = (order // h["ids"].shape[1]).reshape(-1, 1).expand(-1, h["x"].shape[1])
+    return torch.zeros_like(h["x"]).scatter_add(0, tokens, y)
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """How rows are routed and combined: holes x (T, H), ids (T, K), p (T, K) and, where it does not count, ends (E,)."""
+
+    compute: Callable[[Holes, int, Compute], Tensor]
+    needs: tuple[Any, ...]
+    """Operators that a graph must hold for it to be looked for."""
+    counts: bool = False
+    """It counts the rows of each expert itself; else any ``ends`` will do, and biases are not looked for."""
+    weights_first: bool = False
+
+
+BLOCKS: dict[str, Block] = {
+    "sorted": Block(_sorted, (aten.histc.default,), counts=True),
+    "masked": Block(_masked, (aten.histc.default, aten.ge.Scalar), counts=True),
+    "counted": Block(_counted, (aten.index_put.default,)),
+    "scattered": Block(_scattered, (aten.scatter_add.default,)),
+    "weights first": Block(_weights_first, (aten.scatter_add.default,), weights_first=True),
 }
-"""With the operators that a graph must have for it to be looked for."""
+"""sorted: transformers' grouped experts. masked: the same where ids past the last expert are zeroed after each step.
+counted: the same with the rows counted in any way. scattered, weights first: torchtitan's experts."""
 
 
-# ------------------------------------------------------------------------------------------------ what an expert computes
+# ------------------------------------------------------------------------------------------------ experts
 
 
-def _linear(
-    rows: Tensor, w: Tensor, b: Tensor | None, ends: Tensor, lines: Callable[[Tensor], Tensor], masked: Callable[[Tensor], Tensor]
-) -> Tensor:
-    y = torch._grouped_mm(rows.to(w.dtype), w.transpose(-2, -1), offs=ends)
-    return masked(y if b is None else y + lines(b))
+def _packed(w: Holes, act: Callable[[Tensor], Tensor], rows: Tensor, linear: Linear) -> Tensor:
+    gate, up = linear(rows, w["w_gate_up"], w.get("b_gate_up")).chunk(2, -1)
+    return linear(act(gate) * up, w["w_down"], w.get("b_down"))
 
 
-def _example(**shapes: tuple[int, ...]) -> dict[str, Tensor]:
-    sizes = {"x": (6, 32), "p": (6, 2), **shapes}
-    return {"ids": torch.zeros(6, 2, dtype=torch.int64), **{n: torch.zeros(s, dtype=torch.bfloat16) for n, s in sizes.items()}}
+def _separate(w: Holes, act: Callable[[Tensor], Tensor], rows: Tensor, linear: Linear) -> Tensor:
+    gate, up = linear(rows, w["w_gate"], None), linear(rows, w["w_up"], None)
+    return linear(act(gate) * up, w["w_down"], None)
 
 
-def _check(m: fxfuse.Match) -> Any:
-    if m.recipe.numerics == "strict":
-        return m.reject("it rounds once where the model's casts round several times, and numerics is strict")
-    return None
+def _plain(w: Holes, act: Callable[[Tensor], Tensor], rows: Tensor, linear: Linear) -> Tensor:
+    return linear(act(linear(rows, w["w_up"], w.get("b_up"))), w["w_down"], w.get("b_down"))
 
 
-def _register(
-    pattern: Callable[..., Tensor],
-    block: str,
-    name: str,
-    shapes: dict[str, tuple[int, ...]],
-    needs: tuple[Any, ...],
-) -> Any:
-    """Register a pattern of a block around experts."""
+def _clamped(w: Holes, act: Callable[[Tensor], Tensor], rows: Tensor, linear: Linear) -> Tensor:
+    h = linear(rows, w["w_gate_up"], w["b_gate_up"])
+    gate, up = h[..., ::2].clamp(max=w["limit"]), h[..., 1::2].clamp(min=-w["limit"], max=w["limit"])
+    return linear((up + 1) * (gate * torch.sigmoid(gate * w["alpha"])), w["w_down"], w["b_down"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """An expert's weights: by hole, the field of ``Experts`` that it fills and the shape of an example."""
+
+    compute: Callable[[Holes, Callable[[Tensor], Tensor], Tensor, Linear], Tensor]
+    weights: dict[str, tuple[str, tuple[int, ...]]]
+    biases: dict[str, tuple[str, tuple[int, ...]]]
+    activations: dict[str, tuple[Any, ...]]
+    """With the operators that a graph must hold."""
+    layout: str
+    scalars: tuple[str, ...] = ()
+
+
+GATES = {"silu": (), "gelu": (aten.gelu.default,), "gelu_tanh": (aten.gelu.default,)}
+"""silu is looked for in every graph, so that another activation is a near miss."""
+LAYOUTS: dict[str, Layout] = {
+    "packed": Layout(
+        _packed,
+        {"w_gate_up": ("w_gate", (4, 48, 32)), "w_down": ("w_down", (4, 32, 24))},
+        {"b_gate_up": ("b_gate", (4, 48)), "b_down": ("b_down", (4, 32))},
+        GATES,
+        "concat",
+    ),
+    "separate": Layout(
+        _separate,
+        {"w_gate": ("w_gate", (4, 24, 32)), "w_up": ("w_up", (4, 24, 32)), "w_down": ("w_down", (4, 32, 24))},
+        {},
+        GATES,
+        "separate",
+    ),
+    "clamped": Layout(
+        _clamped,
+        {"w_gate_up": ("w_gate", (4, 48, 32)), "w_down": ("w_down", (4, 32, 24))},
+        {"b_gate_up": ("b_gate", (4, 48)), "b_down": ("b_down", (4, 32))},
+        {"silu": (aten.sigmoid.default,)},
+        "interleaved",
+        ("limit", "alpha"),
+    ),
+    "plain": Layout(
+        _plain,
+        {"w_up": ("w_gate", (4, 24, 32)), "w_down": ("w_down", (4, 32, 24))},
+        {"b_up": ("b_gate", (4, 24)), "b_down": ("b_down", (4, 32))},
+        {
+            "relu2": (aten.relu.default, aten.pow.Tensor_Scalar),
+            "silu": (aten.silu.default,),
+            "gelu": (aten.gelu.default,),
+            "gelu_tanh": (aten.gelu.default,),
+        },
+        "plain",
+    ),
+}
+"""packed: gate and up are halves of one linear. separate: a weight each. clamped: they alternate, are clamped, and up counts
+from one (GPT-OSS). plain: no gate."""
+
+
+# ------------------------------------------------------------------------------------------------ registration
+
+
+def _examples(shapes: Mapping[str, tuple[int, ...]], biases: Mapping[str, tuple[int, ...]], ends: bool) -> list[dict[str, Any]]:
+    """Without biases and with them; router weights in the experts' dtype and in fp32."""
+    bf16, fp32 = torch.bfloat16, torch.float32
+    tensors: dict[str, Any] = {name: torch.zeros(shape, dtype=bf16) for name, shape in {"x": (6, 32), **shapes}.items()}
+    tensors["ids"] = torch.tensor([[0, 3], [1, 0], [3, 1], [0, 1], [3, 0], [1, 3]])  # expert 2 is idle
+    if ends:
+        tensors["ends"] = torch.tensor([4, 8, 8, 12], dtype=torch.int32)
+    lines = {name: torch.zeros(shape, dtype=bf16) for name, shape in biases.items()}
+    forms = [dict.fromkeys(lines), lines] if lines else [lines]
+    return [{**tensors, **form, "p": torch.zeros(6, 2, dtype=dtype)} for form in forms for dtype in (bf16, fp32)]
+
+
+def _signature(function: Callable[..., Any], names: list[tuple[str, Any, Any]], around: tuple[str, ...], only: str) -> None:
+    """Give a function of ``*args`` the arguments that its fusion looks for."""
+    kinds = inspect.Parameter
+    leading = [kinds(name, kinds.POSITIONAL_OR_KEYWORD) for name in around]
+    holes = [kinds(n, kinds.POSITIONAL_OR_KEYWORD, default=d, annotation=a) for n, d, a in names]
+    rest = [kinds("saved", kinds.VAR_POSITIONAL)] if around else []
+    keyword = [kinds(only, kinds.KEYWORD_ONLY)] if only else []
+    if around or only:
+        holes = [hole.replace(default=kinds.empty) for hole in holes]
+    function.__signature__ = inspect.Signature([*leading, *holes, *rest, *keyword])  # type: ignore[attr-defined]
+
+
+def register(block_name: str, block: Block, layout_name: str, layout: Layout, kind: str) -> None:
+    """Register one block around one kind of experts."""
+    none, empty = None, inspect.Parameter.empty
+    biases = layout.biases if block.counts else {}
+    required = {**layout.weights, **(biases if layout.scalars else {})}
+    optional = {} if layout.scalars else biases
+    routing = ["x", "ids", "p", *([] if block.counts else ["ends"])]
+    names = [(n, empty, empty) for n in (*routing, *required)]
+    names += [(n, empty, float) for n in layout.scalars] + [(n, none, empty) for n in optional]
+    order = [n for n, _, _ in names]
+    fields = {hole: field for hole, (field, _) in {**required, **optional}.items()}
+
+    def pattern(*args):
+        h = dict(zip(order, args, strict=False))
+        return block.compute(h, h["w_down"].shape[0], lambda rows, linear: layout.compute(h, ACTIVATIONS[kind], rows, linear))
+
+    _signature(pattern, names, (), "")
     fusion = fxfuse.register_forward_backward_fusion(
-        name=f"grouped_mlp[{block}, {name}]",
-        example=_example(**shapes),
-        requires=(aten._grouped_mm.default, *BLOCKS[block][1], *needs),
+        name=f"grouped_mlp[{block_name}, {layout_name}{'' if layout.scalars else ' ' + kind}]",
+        example=_examples(
+            {hole: shape for hole, (_, shape) in required.items()},
+            {hole: shape for hole, (_, shape) in optional.items()},
+            not block.counts,
+        ),
+        requires=(aten._grouped_mm.default, *block.needs, *layout.activations[kind]),
         check_on_register=False,
     )(pattern)
-    fusion.check(_check)
-    return fusion
 
+    def experts(h: Holes) -> Experts:
+        given = {field: h.get(hole) for hole, field in fields.items()}
+        weights = (given.get(field) for field in Experts._fields[:5])
+        return Experts(*weights, kind, layout.layout, h.get("limit"), h.get("alpha"))
 
-def register_packed(block: str, kind: str, act: Callable[[Tensor], Tensor], needs: tuple[Any, ...]) -> None:
-    """Gate and up are the halves of one linear."""
-    route = BLOCKS[block][0]
+    def told(h: Holes) -> dict[str, Any]:
+        return {"ends": h.get("ends"), "weights_first": block.weights_first}
 
-    def pattern(x, ids, p, w_gate_up, w_down, b_gate_up=None, b_down=None):
-        def compute(rows, ends, lines, masked):
-            gate, up = _linear(rows, w_gate_up, b_gate_up, ends, lines, masked).chunk(2, -1)
-            return _linear(act(gate) * up, w_down, b_down, ends, lines, masked)
+    def forward(*args, save):
+        h = dict(zip(order, args, strict=True))
+        return fxfuse.ops.grouped_mlp_forward(h["x"], h["ids"], h["p"], experts(h), save=save, **told(h))
 
-        return route(x, ids, p, w_down.shape[0], compute)
-
-    shapes = {"w_gate_up": (4, 48, 32), "w_down": (4, 32, 24), "b_gate_up": (4, 48), "b_down": (4, 32)}
-    fusion = _register(pattern, block, f"packed {kind}", shapes, needs)
-
-    def experts(w_gate_up, w_down, b_gate_up, b_down):
-        return Experts(w_gate_up, None, w_down, b_gate_up, b_down, kind, "concat", None, None)
-
-    @fusion.forward
-    def _(x, ids, p, w_gate_up, w_down, b_gate_up, b_down, *, save):
-        return fxfuse.ops.grouped_mlp_forward(x, ids, p, experts(w_gate_up, w_down, b_gate_up, b_down), save=save)
-
-    @fusion.backward
-    def _(grad, x, ids, p, w_gate_up, w_down, b_gate_up, b_down, *saved, mask):
-        need_x, _, need_p, need_gate, need_down, need_b_gate, need_b_down = mask
-        needed = (need_x, need_p, need_gate, False, need_down, need_b_gate, need_b_down)
-        weights = experts(w_gate_up, w_down, b_gate_up, b_down)
-        dx, dp, dgate, _, ddown, db_gate, db_down = fxfuse.ops.grouped_mlp_backward(grad, x, ids, p, weights, saved, needed)
-        return dx, None, dp, dgate, ddown, db_gate, db_down
-
-
-def register_clamped(block: str) -> None:
-    """Gate and up alternate, are clamped, and up counts from one (GPT-OSS)."""
-    route = BLOCKS[block][0]
-
-    def pattern(x, ids, p, w_gate_up, w_down, b_gate_up, b_down, limit: float, alpha: float):
-        def compute(rows, ends, lines, masked):
-            h = _linear(rows, w_gate_up, b_gate_up, ends, lines, masked)
-            gate, up = h[..., ::2].clamp(max=limit), h[..., 1::2].clamp(min=-limit, max=limit)
-            a = (up + 1) * (gate * torch.sigmoid(gate * alpha))
-            return _linear(a, w_down, b_down, ends, lines, masked)
-
-        return route(x, ids, p, w_down.shape[0], compute)
-
-    shapes = {"w_gate_up": (4, 48, 32), "w_down": (4, 32, 24), "b_gate_up": (4, 48), "b_down": (4, 32)}
-    fusion = _register(pattern, block, "clamped", shapes, (aten.sigmoid.default,))
-
-    def experts(w_gate_up, w_down, b_gate_up, b_down, limit, alpha):
-        return Experts(w_gate_up, None, w_down, b_gate_up, b_down, "silu", "interleaved", limit, alpha)
-
-    @fusion.forward
-    def _(x, ids, p, w_gate_up, w_down, b_gate_up, b_down, limit, alpha, *, save):
-        weights = experts(w_gate_up, w_down, b_gate_up, b_down, limit, alpha)
-        return fxfuse.ops.grouped_mlp_forward(x, ids, p, weights, save=save)
-
-    @fusion.backward
-    def _(grad, x, ids, p, w_gate_up, w_down, b_gate_up, b_down, limit, alpha, *saved, mask):
-        need_x, _, need_p, need_gate, need_down, need_b_gate, need_b_down = mask
-        needed = (need_x, need_p, need_gate, False, need_down, need_b_gate, need_b_down)
-        weights = experts(w_gate_up, w_down, b_gate_up, b_down, limit, alpha)
-        dx, dp, dgate, _, ddown, db_gate, db_down = fxfuse.ops.grouped_mlp_backward(grad, x, ids, p, weights, saved, needed)
-        return dx, None, dp, dgate, ddown, db_gate, db_down
-
-
-def register_separate(block: str, kind: str, act: Callable[[Tensor], Tensor], needs: tuple[Any, ...]) -> None:
-    """Gate and up have a weight each."""
-    route = BLOCKS[block][0]
-
-    def pattern(x, ids, p, w_gate, w_up, w_down):
-        def compute(rows, ends, lines, masked):
-            gate = act(_linear(rows, w_gate, None, ends, lines, masked))
-            up = _linear(rows, w_up, None, ends, lines, masked)
-            return _linear(gate * up, w_down, None, ends, lines, masked)
-
-        return route(x, ids, p, w_down.shape[0], compute)
-
-    shapes = {"w_gate": (4, 24, 32), "w_up": (4, 24, 32), "w_down": (4, 32, 24)}
-    fusion = _register(pattern, block, f"separate {kind}", shapes, needs)
-
-    def experts(w_gate, w_up, w_down):
-        return Experts(w_gate, w_up, w_down, None, None, kind, "separate", None, None)
-
-    @fusion.forward
-    def _(x, ids, p, w_gate, w_up, w_down, *, save):
-        return fxfuse.ops.grouped_mlp_forward(x, ids, p, experts(w_gate, w_up, w_down), save=save)
-
-    @fusion.backward
-    def _(grad, x, ids, p, w_gate, w_up, w_down, *saved, mask):
-        need_x, _, need_p, need_gate, need_up, need_down = mask
-        needed = (need_x, need_p, need_gate, need_up, need_down, False, False)
-        dx, dp, dgate, dup, ddown, *_ = fxfuse.ops.grouped_mlp_backward(
-            grad, x, ids, p, experts(w_gate, w_up, w_down), saved, needed
+    def backward(grad, *args, mask):
+        h, saved = dict(zip(order, args, strict=False)), args[len(order) :]
+        tensors = [hole for hole in order if hole not in layout.scalars]
+        wanted = {fields.get(hole, hole): m for hole, m in zip(tensors, mask, strict=True)}
+        slots = ("x", "p", *Experts._fields[:5])
+        found = fxfuse.ops.grouped_mlp_backward(
+            grad, h["x"], h["ids"], h["p"], experts(h), saved, [wanted.get(s, False) for s in slots], **told(h)
         )
-        return dx, None, dp, dgate, dup, ddown
+        gradients = dict(zip(slots, found, strict=True))
+        return tuple(gradients.get(fields.get(hole, hole)) for hole in tensors)
+
+    def check(m: fxfuse.Match) -> Any:
+        if m.recipe.numerics == "strict":
+            return m.reject("it rounds once where the model's casts round several times, and numerics is strict")
+        return None
+
+    _signature(forward, names, (), "save")
+    _signature(backward, names, ("grad",), "mask")
+    fusion.check(check)
+    fusion.forward(forward)
+    fusion.backward(backward)
 
 
-def register_plain(block: str, kind: str, act: Callable[[Tensor], Tensor], needs: tuple[Any, ...]) -> None:
-    """No gate."""
-    route = BLOCKS[block][0]
-
-    def pattern(x, ids, p, w_up, w_down, b_up=None, b_down=None):
-        def compute(rows, ends, lines, masked):
-            return _linear(act(_linear(rows, w_up, b_up, ends, lines, masked)), w_down, b_down, ends, lines, masked)
-
-        return route(x, ids, p, w_down.shape[0], compute)
-
-    shapes = {"w_up": (4, 24, 32), "w_down": (4, 32, 24), "b_up": (4, 24), "b_down": (4, 32)}
-    fusion = _register(pattern, block, f"plain {kind}", shapes, needs)
-
-    def experts(w_up, w_down, b_up, b_down):
-        return Experts(w_up, None, w_down, b_up, b_down, kind, "plain", None, None)
-
-    @fusion.forward
-    def _(x, ids, p, w_up, w_down, b_up, b_down, *, save):
-        return fxfuse.ops.grouped_mlp_forward(x, ids, p, experts(w_up, w_down, b_up, b_down), save=save)
-
-    @fusion.backward
-    def _(grad, x, ids, p, w_up, w_down, b_up, b_down, *saved, mask):
-        need_x, _, need_p, need_up, need_down, need_b_up, need_b_down = mask
-        needed = (need_x, need_p, need_up, False, need_down, need_b_up, need_b_down)
-        weights = experts(w_up, w_down, b_up, b_down)
-        dx, dp, dup, _, ddown, db_up, db_down = fxfuse.ops.grouped_mlp_backward(grad, x, ids, p, weights, saved, needed)
-        return dx, None, dp, dup, ddown, db_up, db_down
-
-
-GATES: dict[str, tuple[Any, ...]] = {"silu": (), "gelu": (aten.gelu.default,), "gelu_tanh": (aten.gelu.default,)}
-"""Activations of gated experts, with the operators that a graph must have. Some block of every graph is looked for with
-silu, so that another activation is a near miss."""
-PLAIN: dict[str, tuple[Any, ...]] = {
-    "relu2": (aten.relu.default, aten.pow.Tensor_Scalar),
-    "silu": (aten.silu.default,),
-    "gelu": (aten.gelu.default,),
-    "gelu_tanh": (aten.gelu.default,),
-}
-for _block in BLOCKS:
-    for _kind, _needs in GATES.items():
-        register_packed(_block, _kind, ACTIVATIONS[_kind], _needs)
-        register_separate(_block, _kind, ACTIVATIONS[_kind], _needs)
-    for _kind, _needs in PLAIN.items():
-        register_plain(_block, _kind, ACTIVATIONS[_kind], _needs)
-for _block in ("sorted", "masked"):
-    register_clamped(_block)
+for _layout_name, _layout in LAYOUTS.items():
+    for _kind in _layout.activations:
+        for _block_name, _block in BLOCKS.items():
+            if _block.counts or not _layout.scalars:
+                register(_block_name, _block, _layout_name, _layout, _kind)

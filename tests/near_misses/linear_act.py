@@ -80,11 +80,6 @@ def bias_along_the_rows(act, x, w, b):
     return act((x @ w.t()).t() + b)
 
 
-@linear_act.broken(shapes=lambda s: [(s.rows, s.k), (s.k, s.k), (s.k,)])
-def weight_not_transposed(act, x, w, b):
-    return act(x @ w + b)
-
-
 @linear_act.broken(shapes=lambda s: [(3, 4, s.k), (3, s.k, s.n), (s.n,)])
 def weight_per_batch(act, x, w, b):
     return act(torch.bmm(x, w) + b)
