@@ -13,7 +13,14 @@ from .dense import (
     matmul_add,
     matmul_scale,
 )
-from .grouped_mlp import Experts, grouped_mlp, grouped_mlp_backward, grouped_mlp_forward
+from .grouped_mlp import (
+    Experts,
+    grouped_experts_backward,
+    grouped_experts_forward,
+    grouped_mlp,
+    grouped_mlp_backward,
+    grouped_mlp_forward,
+)
 from .grouped_mm import grouped_linear
 
 __all__ = [
@@ -24,6 +31,8 @@ __all__ = [
     "glu",
     "glu_mlp",
     "glu_packed",
+    "grouped_experts_backward",
+    "grouped_experts_forward",
     "grouped_linear",
     "grouped_mlp",
     "grouped_mlp_backward",

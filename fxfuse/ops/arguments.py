@@ -23,7 +23,8 @@ class Check(NamedTuple):
             return
         fits = t.dim() == len(expected) and all(e is None or s == e for s, e in zip(t.shape, expected, strict=True))
         if not fits:
-            raise self._refuse(name, tuple(t.shape), "(" + ", ".join("any" if e is None else str(e) for e in expected) + ")")
+            sizes = ["any" if e is None else str(e) for e in expected]
+            raise self._refuse(name, tuple(t.shape), f"({sizes[0]},)" if len(sizes) == 1 else f"({', '.join(sizes)})")
 
     def dtype(self, name: str, t: Tensor, expected: Sequence[torch.dtype]) -> None:
         """One of some dtypes."""

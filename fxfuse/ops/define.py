@@ -6,6 +6,7 @@ form, and what ``inline`` expands it to; kernels are candidates beside it (``cho
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -74,7 +75,8 @@ def launch(name: str, kernel: Callable[..., Any], reference: Callable[..., Any])
             return reference(*args)
         try:
             faults.point("launch")
-            return kernel(*args)
+            with _no_autocast(args):
+                return kernel(*args)
         except Exception as error:
             result = reference(*args)  # raises the same where the arguments are at fault
             text = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -86,6 +88,12 @@ def launch(name: str, kernel: Callable[..., Any], reference: Callable[..., Any])
             return result
 
     return call
+
+
+def _no_autocast(args: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
+    """The dtypes of an operator's arguments decide, in eager as in a compiled graph."""
+    device = next((a.device.type for a in args if isinstance(a, torch.Tensor)), "cpu")
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext()
 
 
 def _signature(name: str, args: Sequence[Any]) -> tuple[Any, ...]:

@@ -166,10 +166,92 @@ class Experts(NamedTuple):
         )
 
 
-# ------------------------------------------------------------------------------------------------ the whole block
+# ------------------------------------------------------------------------------------------------ the experts alone
 
 _WEIGHTS = "Tensor w_gate, Tensor? w_up, Tensor w_down, Tensor? b_gate, Tensor? b_down"
 _KIND = "str act, str layout, float? limit, float? alpha"
+
+
+@define(f"grouped_experts(Tensor rows, Tensor ends, {_WEIGHTS}, {_KIND}, bool save) -> (Tensor, Tensor, Tensor)")
+def _grouped_experts(
+    rows: Tensor,
+    ends: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor | None,
+    w_down: Tensor,
+    b_gate: Tensor | None,
+    b_down: Tensor | None,
+    act: str,
+    layout: str,
+    limit: float | None,
+    alpha: float | None,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    experts = Experts(w_gate, w_up, w_down, b_gate, b_down, act, layout, limit, alpha)
+    h, u = experts.up(rows, ends)
+    y = experts.down(experts.activated(h, u), ends)
+    y = y if b_down is None else y + of_rows(b_down, ends, y.shape[0])
+    y = torch.where(used(ends, torch.arange(y.shape[0], device=y.device)), y, 0)
+    return (y, h, nothing(h) if u is None else u) if save else (y, nothing(h), nothing(h))
+
+
+@define(
+    f"grouped_experts_backward(Tensor grad, Tensor rows, Tensor ends, {_WEIGHTS}, Tensor h, Tensor? u, {_KIND}, bool[] mask)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+def _grouped_experts_backward(
+    grad: Tensor,
+    rows: Tensor,
+    ends: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor | None,
+    w_down: Tensor,
+    b_gate: Tensor | None,
+    b_down: Tensor | None,
+    h: Tensor,
+    u: Tensor | None,
+    act: str,
+    layout: str,
+    limit: float | None,
+    alpha: float | None,
+    mask: list[bool],
+) -> tuple[Tensor, ...]:
+    need_rows, need_gate, need_up, need_down, need_b_gate, need_b_down = mask
+    experts = Experts(w_gate, w_up, w_down, b_gate, b_down, act, layout, limit, alpha)
+    inside = used(ends, torch.arange(rows.shape[0], device=rows.device))
+    found: list[Tensor | None] = [None] * 6
+    if need_down:
+        found[3] = weight_gradient(grad, experts.activated(h, u), ends, w_down)
+    if need_b_down:
+        found[5] = bias_gradient(grad, ends)
+    inner = (need_rows, need_gate, need_up, need_b_gate)
+    if any(inner):
+        da = torch.where(inside, wide(grouped_mm(grad, w_down, ends)), 0)
+        drows, found[1], found[2], found[4] = experts.up_backward(da, h, u, rows, ends, inner)
+        found[0] = None if drows is None else torch.where(inside, drows, 0)
+    return tuple(nothing(grad) if t is None else t for t in found)
+
+
+def grouped_experts_forward(rows: Tensor, ends: Tensor, experts: Experts, *, save: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The forward of a fusion of the experts without routing: rows (S, H) sorted by expert to (S, H), and what is saved.
+
+    ``ends`` (E,) int32 holds the row after each expert's last one; rows past ``ends[-1]`` give zeros.
+    """
+    y, h, u = torch.ops.fxfuse.grouped_experts(rows, ends, *experts, save)
+    if not save:
+        return y, ()
+    return y, (h,) if experts.w_up is None else (h, u)
+
+
+def grouped_experts_backward(
+    grad: Tensor, rows: Tensor, ends: Tensor, experts: Experts, saved: Sequence[Tensor], mask: Sequence[bool]
+) -> tuple[Tensor, ...]:
+    """Gradients of (rows, w_gate, w_up, w_down, b_gate, b_down) for those in ``mask``; the others are empty tensors."""
+    h, u = saved if len(saved) == 2 else (*saved, None)
+    return torch.ops.fxfuse.grouped_experts_backward(grad, rows, ends, *experts[:5], h, u, *experts[5:], list(mask))
+
+
+# ------------------------------------------------------------------------------------------------ the whole block
 
 
 @define(
@@ -195,7 +277,7 @@ def _grouped_mlp(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     experts = Experts(w_gate, w_up, w_down, b_gate, b_down, act, layout, limit, alpha)
     routing = route(ids, w_down.shape[0], ends)
-    rows = _routed_rows(x, p if first else None, routing, ids.shape[1])
+    rows = _routed_rows(x, p if first else None, routing.order, routing.order // ids.shape[1])
     h, u = experts.up(rows, routing.ends)
     y = experts.down(experts.activated(h, u), routing.ends)
     out = _combine(y, None if first else p, b_down, ids, routing).to(x.dtype)
@@ -205,21 +287,20 @@ def _grouped_mlp(
     return out, h, nothing(h) if u is None else u, routing.order, routing.inverse, counted
 
 
-def _routed_rows(x: Tensor, p: Tensor | None, routing: Routing, k: int) -> Tensor:
-    rows = x[routing.order // k]
-    return rows if p is None else (wide(rows) * wide(p.reshape(-1)[routing.order]).unsqueeze(-1)).to(x.dtype)
+def _routed_rows(x: Tensor, p: Tensor | None, order: Tensor, tokens: Tensor) -> Tensor:
+    rows = x[tokens]
+    return rows if p is None else (wide(rows) * wide(p.reshape(-1)[order]).unsqueeze(-1)).to(x.dtype)
 
 
 def _combine(y: Tensor, p: Tensor | None, b: Tensor | None, ids: Tensor, routing: Routing) -> Tensor:
     """The weighted sum over each token's K experts, added up in fp32 and written once; (T, H)."""
     places = routing.inverse.view(ids.shape)
-    rows = torch.where(used(routing.ends, places), wide(y[places]), 0)
+    rows = wide(y[places])
     if b is not None:
-        inside = ((ids >= 0) & (ids < b.shape[0])).unsqueeze(-1)
-        rows = rows + torch.where(inside, wide(b[ids.clamp(0, b.shape[0] - 1)]), 0)
+        rows = rows + wide(b[ids.clamp(0, b.shape[0] - 1)])
     if p is not None:
         rows = rows * wide(p).unsqueeze(-1)
-    return rows.sum(1)
+    return torch.where(used(routing.ends, places), rows, 0).sum(1)
 
 
 @define(
@@ -251,8 +332,9 @@ def _grouped_mlp_backward(
 ) -> tuple[Tensor, ...]:
     need_x, need_p, need_gate, need_up, need_down, need_b_gate, need_b_down = mask
     experts = Experts(w_gate, w_up, w_down, b_gate, b_down, act, layout, limit, alpha)
-    routing = Routing(order, inverse, ends)
-    k, tokens = ids.shape[1], order // ids.shape[1]
+    # The same quotient as the forward's in another spelling: as a common subexpression the forward's gathered rows (S, H)
+    # would be kept for the backward.
+    tokens = torch.div(order, ids.shape[1], rounding_mode="trunc")
     weight = None if p is None else wide(p.reshape(-1)[order]).unsqueeze(-1)
     after = None if first else weight
     dy, a = grad[tokens], None  # not yet times the router weight, whose own gradient needs it so
@@ -273,12 +355,12 @@ def _grouped_mlp_backward(
             dp = (da * torch.where(used(ends, places), a, 0)).sum(-1)
             found[1] = dp[inverse].view(ids.shape)
             if b_down is not None:
-                inside = ((ids >= 0) & (ids < b_down.shape[0])).unsqueeze(-1)
-                lines = torch.where(inside, wide(b_down[ids.clamp(0, b_down.shape[0] - 1)]), 0)
-                found[1] = found[1] + (wide(grad).unsqueeze(1) * lines).sum(-1)
+                lines = wide(b_down[ids.clamp(0, b_down.shape[0] - 1)])
+                products = torch.where(used(ends, inverse.view(ids.shape)), wide(grad).unsqueeze(1) * lines, 0)
+                found[1] = found[1] + products.sum(-1)
             found[1] = found[1].to(p.dtype)
         da = da if after is None else da * after
-        rows = _routed_rows(x, p if first else None, routing, k)
+        rows = _routed_rows(x, p if first else None, order, tokens)
         need_rows = need_x or (need_p and first)
         inner = (need_rows, need_gate, need_up, need_b_gate)
         if any(inner):
@@ -287,7 +369,8 @@ def _grouped_mlp_backward(
                 drows = torch.where(used(ends, places), wide(drows), 0)
                 if first and need_p:
                     assert p is not None
-                    found[1] = (drows * wide(x[tokens])).sum(-1)[inverse].view(ids.shape).to(p.dtype)
+                    products = torch.where(used(ends, places), drows * wide(x[tokens]), 0)
+                    found[1] = products.sum(-1)[inverse].view(ids.shape).to(p.dtype)
                 if need_x:
                     scaled = drows if not first or weight is None else drows * weight
                     found[0] = scaled[inverse.view(ids.shape)].sum(1).to(x.dtype)
@@ -432,6 +515,8 @@ def _check(
     check.shape("x", x, (None, None))
     check.shape("w_down", w_down, (None, x.shape[1], None))
     experts, width, inner = w_down.shape
+    if experts == 0:
+        raise ValueError(f"grouped_mlp: w_down is {tuple(w_down.shape)}; expected one expert or more")
     rows = inner if kind in ("plain", "separate") else 2 * inner
     check.shape("w_gate_up", w_gate_up, (experts, rows, width))
     check.shape("w_up", w_up, (experts, inner, width))

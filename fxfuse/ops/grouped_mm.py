@@ -24,16 +24,29 @@ def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     With b (S, N) and a (M, S) the sum runs over each group's rows: (E, M, N), zero for an empty group. bf16 operands with
     aligned strides go to ``torch._grouped_mm``; others to a loop over the experts, which synchronises with the host.
     """
-    if a.dtype is torch.bfloat16 and _aligned(a) and _aligned(b):
-        return torch._grouped_mm(a, b, offs=ends)
+    if a.dtype is torch.bfloat16:
+        left, right = _aligned(a), _aligned(b)
+        if left is not None and right is not None:
+            return torch._grouped_mm(left, right, offs=ends)
     return torch.ops.fxfuse.grouped_mm_loop(a, b, ends)
 
 
-def _aligned(t: Tensor) -> bool:
-    outer = [s for s in t.stride() if not (isinstance(s, int) and s == 1)]
-    columns = t.stride(-1) if isinstance(t.stride(-1), int) else 0
-    rows = t.stride(-2) if isinstance(t.stride(-2), int) else 0
-    return 1 in (columns, rows) and all(isinstance(s, int) and s * t.element_size() % ALIGNMENT == 0 for s in outer)
+def _aligned(t: Tensor) -> Tensor | None:
+    """``t`` with strides that ``torch._grouped_mm`` takes, copied if need be, or None where the width forbids it."""
+    if _has_aligned_strides(t):
+        return t
+    t = t.contiguous()
+    return t if _has_aligned_strides(t) else None
+
+
+def _has_aligned_strides(t: Tensor) -> bool:
+    """One matrix dimension contiguous, the other without overlap, all strides but the first a multiple of 16 bytes."""
+    strides = t.stride()
+    if not all(isinstance(s, int) for s in strides[-2:]) or 1 not in strides[-2:]:
+        return False
+    inner, outer = (t.shape[-1], strides[-2]) if strides[-1] == 1 else (t.shape[-2], strides[-1])
+    aligned = all(s * t.element_size() % ALIGNMENT == 0 for s in (outer, *strides[:-2]))
+    return aligned and (not isinstance(inner, int) or outer >= inner)
 
 
 def reference_grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
@@ -148,4 +161,6 @@ def grouped_linear(x: Tensor, w: Tensor, offs: Tensor, b: Tensor | None = None) 
     check.same("x", x, w=w, b=b)
     check.device("x", x, offs=offs)
     check.ends("offs", offs, x.shape[0])
+    if w.shape[0] == 0:
+        raise ValueError(f"grouped_linear: w is {tuple(w.shape)}; expected one group or more")
     return _GroupedLinear.apply(x, w, offs, b)

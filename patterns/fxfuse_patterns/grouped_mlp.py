@@ -99,27 +99,43 @@ def _scatter(h: Holes, y: Tensor, order: Tensor) -> Tensor:
     return torch.zeros_like(h["x"]).scatter_add(0, tokens, y)
 
 
+def _experts(h: Holes, experts: int, compute: Compute) -> Tensor:
+    return compute(h["x"], _linear(h["ends"], lambda b: b))
+
+
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """How rows are routed and combined: holes x (T, H), ids (T, K), p (T, K) and, where it does not count, ends (E,)."""
+    """How rows are routed and combined."""
 
     compute: Callable[[Holes, int, Compute], Tensor]
     needs: tuple[Any, ...]
     """Operators that a graph must hold for it to be looked for."""
-    counts: bool = False
-    """It counts the rows of each expert itself; else any ``ends`` will do, and biases are not looked for."""
+    holes: tuple[str, ...] = ("x", "ids", "p", "ends")
+    """x (T, H), ids (T, K), p (T, K) and ends (E,), unless it counts the rows of each expert itself."""
     weights_first: bool = False
+
+    @property
+    def counts(self) -> bool:
+        """Whether it counts the rows of each expert itself; else any ``ends`` will do, and biases are not looked for."""
+        return "ends" not in self.holes
+
+    @property
+    def routes(self) -> bool:
+        """Whether it is more than the experts alone."""
+        return "ids" in self.holes
 
 
 BLOCKS: dict[str, Block] = {
-    "sorted": Block(_sorted, (aten.histc.default,), counts=True),
-    "masked": Block(_masked, (aten.histc.default, aten.ge.Scalar), counts=True),
+    "sorted": Block(_sorted, (aten.histc.default,), ("x", "ids", "p")),
+    "masked": Block(_masked, (aten.histc.default, aten.ge.Scalar), ("x", "ids", "p")),
     "counted": Block(_counted, (aten.index_put.default,)),
     "scattered": Block(_scattered, (aten.scatter_add.default,)),
     "weights first": Block(_weights_first, (aten.scatter_add.default,), weights_first=True),
+    "experts": Block(_experts, (), ("x", "ends")),
 }
 """sorted: transformers' grouped experts. masked: the same where ids past the last expert are zeroed after each step.
-counted: the same with the rows counted in any way. scattered, weights first: torchtitan's experts."""
+counted: the same with the rows counted in any way. scattered, weights first: torchtitan's experts. experts: the part without
+routing, where a graph break hides the rest or somebody else needs a value in between."""
 
 
 # ------------------------------------------------------------------------------------------------ experts
@@ -203,16 +219,22 @@ from one (GPT-OSS). plain: no gate."""
 # ------------------------------------------------------------------------------------------------ registration
 
 
-def _examples(shapes: Mapping[str, tuple[int, ...]], biases: Mapping[str, tuple[int, ...]], ends: bool) -> list[dict[str, Any]]:
+def _examples(
+    holes: tuple[str, ...], shapes: Mapping[str, tuple[int, ...]], biases: Mapping[str, tuple[int, ...]]
+) -> list[dict[str, Any]]:
     """Without biases and with them; router weights in the experts' dtype and in fp32."""
     bf16, fp32 = torch.bfloat16, torch.float32
-    tensors: dict[str, Any] = {name: torch.zeros(shape, dtype=bf16) for name, shape in {"x": (6, 32), **shapes}.items()}
-    tensors["ids"] = torch.tensor([[0, 3], [1, 0], [3, 1], [0, 1], [3, 0], [1, 3]])  # expert 2 is idle
-    if ends:
-        tensors["ends"] = torch.tensor([4, 8, 8, 12], dtype=torch.int32)
+    routing: dict[str, Any] = {
+        "x": torch.zeros(6 if "ids" in holes else 12, 32, dtype=bf16),
+        "ids": torch.tensor([[0, 3], [1, 0], [3, 1], [0, 1], [3, 0], [1, 3]]),  # expert 2 is idle
+        "ends": torch.tensor([4, 8, 8, 12], dtype=torch.int32),
+    }
+    tensors = {name: routing[name] for name in holes if name != "p"}
+    tensors |= {name: torch.zeros(shape, dtype=bf16) for name, shape in shapes.items()}
     lines = {name: torch.zeros(shape, dtype=bf16) for name, shape in biases.items()}
     forms = [dict.fromkeys(lines), lines] if lines else [lines]
-    return [{**tensors, **form, "p": torch.zeros(6, 2, dtype=dtype)} for form in forms for dtype in (bf16, fp32)]
+    routers = [{"p": torch.zeros(6, 2, dtype=dtype)} for dtype in (bf16, fp32)] if "p" in holes else [{}]
+    return [{**tensors, **form, **router} for form in forms for router in routers]
 
 
 def _signature(function: Callable[..., Any], names: list[tuple[str, Any, Any]], around: tuple[str, ...], only: str) -> None:
@@ -233,8 +255,7 @@ def register(block_name: str, block: Block, layout_name: str, layout: Layout, ki
     biases = layout.biases if block.counts else {}
     required = {**layout.weights, **(biases if layout.scalars else {})}
     optional = {} if layout.scalars else biases
-    routing = ["x", "ids", "p", *([] if block.counts else ["ends"])]
-    names = [(n, empty, empty) for n in (*routing, *required)]
+    names = [(n, empty, empty) for n in (*block.holes, *required)]
     names += [(n, empty, float) for n in layout.scalars] + [(n, none, empty) for n in optional]
     order = [n for n, _, _ in names]
     fields = {hole: field for hole, (field, _) in {**required, **optional}.items()}
@@ -247,9 +268,9 @@ def register(block_name: str, block: Block, layout_name: str, layout: Layout, ki
     fusion = fxfuse.register_forward_backward_fusion(
         name=f"grouped_mlp[{block_name}, {layout_name}{'' if layout.scalars else ' ' + kind}]",
         example=_examples(
+            block.holes,
             {hole: shape for hole, (_, shape) in required.items()},
             {hole: shape for hole, (_, shape) in optional.items()},
-            not block.counts,
         ),
         requires=(aten._grouped_mm.default, *block.needs, *layout.activations[kind]),
         check_on_register=False,
@@ -265,16 +286,20 @@ def register(block_name: str, block: Block, layout_name: str, layout: Layout, ki
 
     def forward(*args, save):
         h = dict(zip(order, args, strict=True))
+        if not block.routes:
+            return fxfuse.ops.grouped_experts_forward(h["x"], h["ends"], experts(h), save=save)
         return fxfuse.ops.grouped_mlp_forward(h["x"], h["ids"], h["p"], experts(h), save=save, **told(h))
 
     def backward(grad, *args, mask):
         h, saved = dict(zip(order, args, strict=False)), args[len(order) :]
         tensors = [hole for hole in order if hole not in layout.scalars]
         wanted = {fields.get(hole, hole): m for hole, m in zip(tensors, mask, strict=True)}
-        slots = ("x", "p", *Experts._fields[:5])
-        found = fxfuse.ops.grouped_mlp_backward(
-            grad, h["x"], h["ids"], h["p"], experts(h), saved, [wanted.get(s, False) for s in slots], **told(h)
-        )
+        slots = ("x", *(["p"] if block.routes else []), *Experts._fields[:5])
+        needed = [wanted.get(s, False) for s in slots]
+        if block.routes:
+            found = fxfuse.ops.grouped_mlp_backward(grad, h["x"], h["ids"], h["p"], experts(h), saved, needed, **told(h))
+        else:
+            found = fxfuse.ops.grouped_experts_backward(grad, h["x"], h["ends"], experts(h), saved, needed)
         gradients = dict(zip(slots, found, strict=True))
         return tuple(gradients.get(fields.get(hole, hole)) for hole in tensors)
 
@@ -290,8 +315,8 @@ def register(block_name: str, block: Block, layout_name: str, layout: Layout, ki
     fusion.backward(backward)
 
 
-for _layout_name, _layout in LAYOUTS.items():
-    for _kind in _layout.activations:
-        for _block_name, _block in BLOCKS.items():
+for _block_name, _block in BLOCKS.items():
+    for _layout_name, _layout in LAYOUTS.items():
+        for _kind in _layout.activations:
             if _block.counts or not _layout.scalars:
                 register(_block_name, _block, _layout_name, _layout, _kind)
