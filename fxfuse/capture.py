@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule
 from . import choose, compat, deferred, faults
 from .errors import LoweringError, warn_once
 from .fusion import Fusion
-from .ops.define import watcher
+from .ops.define import MATERIALIZED, watcher
 from .recipe import Recipe
 from .region import DONE
 from .report import Failure, Report
@@ -93,6 +93,7 @@ def capture(
     if settings.lower == "eager":
         compiled = compat.aot_eager(copy.deepcopy(gm), example_inputs, transform, compile_graph, table)
     else:
+        compat.lower_by_realizing(MATERIALIZED)
         patches[OUR_PASS] = compat.graph_pass(transform, _uuid(settings, fusions, recipe))
         compiled = compat.compile_fx(copy.deepcopy(gm), example_inputs, compile_graph, patches, table)
     return compiled

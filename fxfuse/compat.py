@@ -139,6 +139,18 @@ def compile_fx_inner(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: A
     return compile_fx_inner(gm, example_inputs, **kwargs)
 
 
+def lower_by_realizing(op: Any) -> None:
+    """Have Inductor compute the argument of ``op`` into a buffer of its own, where it would compute it anew in each user."""
+    from torch._inductor.lowering import lowerings, register_lowering
+
+    def realized(x: Any) -> Any:
+        x.realize()
+        return x
+
+    if op not in lowerings:
+        register_lowering(op, type_promotion_kind=None)(realized)
+
+
 def is_control_flow(error: BaseException) -> bool:
     """Whether an exception is torch steering itself and must pass: Dynamo (restart, skip this frame), or a checkpoint that
     stops its recomputation early, from inside the compiled call that it recomputes."""
@@ -413,6 +425,9 @@ def compiled_by_inductor(function: Callable[..., Any], args: Sequence[Any], kwar
     tensors = [flat[i] for i in places]
     mode = FakeTensorMode()
     fakes = [mode.from_tensor(t) for t in tensors]
+    from .ops.define import MATERIALIZED
+
+    lower_by_realizing(MATERIALIZED)
     gm = make_fx(call, decomposition_table=decompositions())(*fakes)
     compiled = compile_fx_inner(gm, fakes)
     return lambda: compiled(list(tensors))

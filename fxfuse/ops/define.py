@@ -14,12 +14,23 @@ from typing import Any
 
 import torch
 
-from .. import faults
+from .. import compat, faults
 from ..errors import warn_once
 
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
 library = torch.library.Library("fxfuse", "FRAGMENT")
 """Lives as long as the process: the definitions go with it."""
+
+
+library.define("materialized(Tensor x) -> Tensor", tags=TAGS)
+library.impl("materialized", lambda x: x.clone(), "CompositeExplicitAutograd")
+MATERIALIZED = torch.ops.fxfuse.materialized.default
+"""What Inductor computes once into a buffer: ``compat.lower_by_realizing``."""
+
+
+def materialized(x: torch.Tensor) -> torch.Tensor:
+    """A hint in the reference of an operator: on a GPU, compute ``x`` once into memory, do not inline it into its users."""
+    return MATERIALIZED(x) if x.is_cuda and compat.fake_mode_of([x]) is not None else x
 
 
 def nothing(like: torch.Tensor) -> torch.Tensor:

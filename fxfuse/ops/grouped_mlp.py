@@ -10,6 +10,7 @@ SonicMoE, arXiv:2512.14080, section 3): for the backward only x, h and the order
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from .activations import ACTIVATIONS, activation
 from .arguments import Check
-from .define import define, nothing
+from .define import define, materialized, nothing
 from .grouped_mm import bias_gradient, grouped_mm, of_rows, used, weight_gradient, wide
 
 LAYOUTS = ("concat", "interleaved", "separate", "plain")
@@ -148,8 +149,8 @@ class Experts(NamedTuple):
         dg = dg.to(h.dtype)
         du = None if du is None else du.to(h.dtype)
         if self.layout == "concat":
-            assert du is not None
-            dg, du = torch.cat([dg, du], -1), None
+            assert du is not None  # a cat of expressions would compute each from scratch, with every load
+            dg, du = torch.cat([materialized(dg), materialized(du)], -1), None
         elif self.layout == "interleaved":
             assert du is not None
             dg, du = torch.stack([dg, du], -1).flatten(-2), None
@@ -280,7 +281,7 @@ def _grouped_mlp(
     rows = _routed_rows(x, p if first else None, routing.order, routing.order // ids.shape[1])
     h, u = experts.up(rows, routing.ends)
     y = experts.down(experts.activated(h, u), routing.ends)
-    out = _combine(y, None if first else p, b_down, ids, routing).to(x.dtype)
+    out = _combine(y, None if first else p, b_down, ids, routing.inverse.view(ids.shape).unbind(1), routing.ends).to(x.dtype)
     if not save:
         return out, nothing(h), nothing(h), nothing(routing.order), nothing(routing.order), nothing(routing.ends)
     counted = routing.ends if ends is None else nothing(ends)  # an operator may not return its argument
@@ -292,15 +293,17 @@ def _routed_rows(x: Tensor, p: Tensor | None, order: Tensor, tokens: Tensor) -> 
     return rows if p is None else (wide(rows) * wide(p.reshape(-1)[order]).unsqueeze(-1)).to(x.dtype)
 
 
-def _combine(y: Tensor, p: Tensor | None, b: Tensor | None, ids: Tensor, routing: Routing) -> Tensor:
-    """The weighted sum over each token's K experts, added up in fp32 and written once; (T, H)."""
-    places = routing.inverse.view(ids.shape)
-    rows = wide(y[places])
-    if b is not None:
-        rows = rows + wide(b[ids.clamp(0, b.shape[0] - 1)])
-    if p is not None:
-        rows = rows * wide(p).unsqueeze(-1)
-    return torch.where(used(routing.ends, places), rows, 0).sum(1)
+def _combine(y: Tensor, p: Tensor | None, b: Tensor | None, ids: Tensor, places: Sequence[Tensor], ends: Tensor) -> Tensor:
+    """The weighted sum over each token's K rows of y, in fp32 and written once; ``places`` holds K times the rows (T,)."""
+    lines = None if b is None else ids.clamp(0, b.shape[0] - 1)
+    terms = []
+    for k, place in enumerate(places):
+        rows = wide(y[place])
+        rows = rows if b is None or lines is None else rows + wide(b[lines[:, k]])
+        rows = rows if p is None else rows * wide(p[:, k]).unsqueeze(-1)
+        terms.append(torch.where(used(ends, place), rows, 0))
+    # Written out: as a reduction over so few terms it is several times slower under Inductor.
+    return functools.reduce(torch.add, terms) if terms else wide(y.new_zeros(ids.shape[0], y.shape[1]))
 
 
 @define(
@@ -332,8 +335,8 @@ def _grouped_mlp_backward(
 ) -> tuple[Tensor, ...]:
     need_x, need_p, need_gate, need_up, need_down, need_b_gate, need_b_down = mask
     experts = Experts(w_gate, w_up, w_down, b_gate, b_down, act, layout, limit, alpha)
-    # The same quotient as the forward's in another spelling: as a common subexpression the forward's gathered rows (S, H)
-    # would be kept for the backward.
+    # Quotient and places in another spelling than the forward's: as common subexpressions the forward's gathered rows (S, H)
+    # and masks would be kept for the backward.
     tokens = torch.div(order, ids.shape[1], rounding_mode="trunc")
     weight = None if p is None else wide(p.reshape(-1)[order]).unsqueeze(-1)
     after = None if first else weight
@@ -366,14 +369,13 @@ def _grouped_mlp_backward(
         if any(inner):
             drows, found[2], found[3], found[5] = experts.up_backward(da, h, u, rows, ends, inner)
             if drows is not None:
-                drows = torch.where(used(ends, places), wide(drows), 0)
                 if first and need_p:
                     assert p is not None
-                    products = torch.where(used(ends, places), drows * wide(x[tokens]), 0)
+                    products = torch.where(used(ends, places), wide(drows) * wide(x[tokens]), 0)
                     found[1] = products.sum(-1)[inverse].view(ids.shape).to(p.dtype)
                 if need_x:
-                    scaled = drows if not first or weight is None else drows * weight
-                    found[0] = scaled[inverse.view(ids.shape)].sum(1).to(x.dtype)
+                    rows_of = [inverse[k :: ids.shape[1]] for k in range(ids.shape[1])]
+                    found[0] = _combine(drows, p if first else None, None, ids, rows_of, ends).to(x.dtype)
     return tuple(nothing(grad) if t is None else t for t in found)
 
 

@@ -126,14 +126,14 @@ class Block:
 
 
 BLOCKS: dict[str, Block] = {
-    "sorted": Block(_sorted, (aten.histc.default,), ("x", "ids", "p")),
     "masked": Block(_masked, (aten.histc.default, aten.ge.Scalar), ("x", "ids", "p")),
+    "sorted": Block(_sorted, (aten.histc.default,), ("x", "ids", "p")),
     "counted": Block(_counted, (aten.index_put.default,)),
     "scattered": Block(_scattered, (aten.scatter_add.default,)),
     "weights first": Block(_weights_first, (aten.scatter_add.default,), weights_first=True),
     "experts": Block(_experts, (), ("x", "ends")),
 }
-"""sorted: transformers' grouped experts. masked: the same where ids past the last expert are zeroed after each step.
+"""masked, sorted: transformers' grouped experts, with ids past the last expert zeroed after each step and without.
 counted: the same with the rows counted in any way. scattered, weights first: torchtitan's experts. experts: the part without
 routing, where a graph break hides the rest or somebody else needs a value in between."""
 
