@@ -367,7 +367,7 @@ class Table:
 
     def constant(self, k: float, dtype: torch.dtype) -> int:
         """A 0-d constant."""
-        return self.intern((CONST, ("k", repr(float(k))), ("k", str(dtype))), [], dtype)
+        return self.intern((CONST, ("k", repr(float(k))), ("k", f"dtype {dtype}")), [], dtype)
 
     def fill(self, k: float, shape: Sequence[Any], dtype: torch.dtype, device: Any) -> int:
         """A tensor of one repeated constant."""
@@ -375,7 +375,7 @@ class Table:
         if len(shape) == 0:
             return c
         dims: Arg = ("l", tuple(("i", s) for s in sizes(shape)))
-        return self.intern((FULL, ref(c), dims, ("k", str(device))), shape, dtype)
+        return self.intern((FULL, ref(c), dims, ("k", f"device {device}")), shape, dtype)
 
     def constant_of(self, c: int) -> float | None:
         """The number that a class is filled with, if it is a constant."""

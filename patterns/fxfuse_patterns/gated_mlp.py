@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -75,6 +76,38 @@ def register_packed(kind: str, act: Callable[[Tensor], Tensor]) -> None:
         return (*linear_gradients(dh, x, w, mask[:2]), bias_gradient(dh, mask[2]))
 
 
+def register_batched(kind: str, act: Callable[[Tensor], Tensor]) -> None:
+    """Register ``gated_mlp_batched_<kind>``: one weight for each matrix of a batch, columns [gate, up] (Llama-4's experts)."""
+
+    @fxfuse.register_forward_backward_fusion(
+        name=f"gated_mlp_batched_{kind}",
+        example={"x": "e m k", "w": "e k n"},
+        requires=(torch.ops.aten.bmm.default,),
+        check_on_register=False,
+    )
+    def gated_mlp_batched(x, w):
+        gate, up = torch.bmm(x, w).chunk(2, -1)
+        return act(gate) * up
+
+    @gated_mlp_batched.check
+    def _(m):
+        if m.w.shape[2] % 2:
+            return m.reject(f"the weight's {m.w.shape[2]} columns have no halves")
+
+    @gated_mlp_batched.forward
+    def _(x, w, *, save):
+        h = torch.bmm(x, w)
+        gate, up = h.chunk(2, -1)
+        return act(gate) * up, (h,) if save else ()
+
+    @gated_mlp_batched.backward
+    def _(grad, x, w, h, *, mask):
+        dh = fxfuse.ops.gated_backward_packed(grad, h, kind)
+        dx = torch.bmm(dh, w.transpose(1, 2)) if mask[0] else None
+        return dx, torch.bmm(x.transpose(1, 2), dh) if mask[1] else None
+
+
 for _kind in KINDS:
+    register_batched(_kind, ACTIVATIONS[_kind])
     register_separate(_kind, ACTIVATIONS[_kind])
     register_packed(_kind, ACTIVATIONS[_kind])
