@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from . import compat
 from .pattern import Traced, refake, same_shape_and_dtype, trace_forward, trace_joint
+from .recipe import use_recipe
 from .region import DONE, Context, Dims, Refusal, Region, inverse, is_backward
 from .spellings import CAST, LAYOUT_ONLY, number
 from .values import is_tensor, metadata, operand, size, value
@@ -64,7 +65,8 @@ class _Total:
 def splice(context: Context, region: Region, tag: int) -> Spliced | Refusal:
     """Replace a region; ``tag`` marks the inserted nodes."""
     try:
-        replacement = _trace(context, region)
+        with use_recipe(context.recipe):  # hooks may ask for ``current_recipe()``
+            replacement = _trace(context, region)
     except compat.ShapeGuardError as error:
         return Refusal(f"the replacement adds a shape guard: {error}", region.root)
     refused = _check_outputs(region, replacement) or _check_gradients(region, replacement)
@@ -94,7 +96,7 @@ def _trace(context: Context, region: Region) -> _Replacement:
 def _trace_rewrite(context: Context, region: Region, metas: Sequence[Any]) -> _Replacement:
     fusion, wanted = region.fusion, region.wanted
     traced = context.traces.get(
-        (fusion.id, fusion.identity, "rewrite", region.scalars, wanted),
+        (fusion.id, fusion.identity, "rewrite", region.scalars, wanted, context.recipe),
         metas,
         lambda: trace_forward(
             lambda *t: fusion.call_rewrite(t, region.scalars, wanted), metas, context.decompositions, forbid_guards=True
@@ -108,7 +110,7 @@ def _trace_differentiable(context: Context, region: Region, metas: Sequence[Any]
     assert region.tangent is not None
     fusion, tangent = region.fusion, value(region.tangent)
     traced = context.traces.get(
-        (fusion.id, fusion.identity, "joint rewrite", region.scalars, region.mask),
+        (fusion.id, fusion.identity, "joint rewrite", region.scalars, region.mask, context.recipe),
         [*metas, tangent],
         lambda: trace_joint(
             lambda *t: fusion.call_rewrite(t, region.scalars),
@@ -142,7 +144,7 @@ def _trace_explicit(context: Context, region: Region, metas: Sequence[Any]) -> _
         return (out, *saved) if save else (out,)
 
     traced = context.traces.get(
-        (fusion.id, fusion.identity, "forward", scalars, save),
+        (fusion.id, fusion.identity, "forward", scalars, save, context.recipe),
         metas,
         lambda: trace_forward(forward, metas, context.decompositions, forbid_guards=True),
     )
@@ -160,7 +162,7 @@ def _trace_explicit(context: Context, region: Region, metas: Sequence[Any]) -> _
     assert region.tangent is not None
     everything = [*metas, *[refake(m, mode) for m in saved_metas], value(region.tangent)]
     back = context.traces.get(
-        (fusion.id, fusion.identity, "backward", scalars, region.mask),
+        (fusion.id, fusion.identity, "backward", scalars, region.mask, context.recipe),
         everything,
         lambda: trace_forward(backward, everything, context.decompositions, forbid_guards=True),
     )

@@ -197,7 +197,7 @@ def _grouped_experts(
 
 
 @define(
-    f"grouped_experts_backward(Tensor grad, Tensor rows, Tensor ends, {_WEIGHTS}, Tensor h, Tensor? u, {_KIND}, bool[] mask)"
+    f"grouped_experts_backward(Tensor grad, Tensor rows, Tensor ends, {_WEIGHTS}, Tensor? h, Tensor? u, {_KIND}, bool[] mask)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 def _grouped_experts_backward(
@@ -209,7 +209,7 @@ def _grouped_experts_backward(
     w_down: Tensor,
     b_gate: Tensor | None,
     b_down: Tensor | None,
-    h: Tensor,
+    h: Tensor | None,
     u: Tensor | None,
     act: str,
     layout: str,
@@ -220,6 +220,8 @@ def _grouped_experts_backward(
     need_rows, need_gate, need_up, need_down, need_b_gate, need_b_down = mask
     experts = Experts(w_gate, w_up, w_down, b_gate, b_down, act, layout, limit, alpha)
     inside = used(ends, torch.arange(rows.shape[0], device=rows.device))
+    if h is None:
+        h, u = experts.up(rows, ends)
     found: list[Tensor | None] = [None] * 6
     if need_down:
         found[3] = weight_gradient(grad, experts.activated(h, u), ends, w_down)
@@ -233,13 +235,16 @@ def _grouped_experts_backward(
     return tuple(nothing(grad) if t is None else t for t in found)
 
 
-def grouped_experts_forward(rows: Tensor, ends: Tensor, experts: Experts, *, save: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
+def grouped_experts_forward(
+    rows: Tensor, ends: Tensor, experts: Experts, *, save: bool, recompute: bool = False
+) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The forward of a fusion of the experts without routing: rows (S, H) sorted by expert to (S, H), and what is saved.
 
-    ``ends`` (E,) int32 holds the row after each expert's last one; rows past ``ends[-1]`` give zeros.
+    ``ends`` (E,) int32 holds the row after each expert's last one; rows past ``ends[-1]`` give zeros. With ``recompute``
+    nothing is saved.
     """
     y, h, u = torch.ops.fxfuse.grouped_experts(rows, ends, *experts, save)
-    if not save:
+    if not save or recompute:
         return y, ()
     return y, (h,) if experts.w_up is None else (h, u)
 
@@ -248,7 +253,7 @@ def grouped_experts_backward(
     grad: Tensor, rows: Tensor, ends: Tensor, experts: Experts, saved: Sequence[Tensor], mask: Sequence[bool]
 ) -> tuple[Tensor, ...]:
     """Gradients of (rows, w_gate, w_up, w_down, b_gate, b_down) for those in ``mask``; the others are empty tensors."""
-    h, u = saved if len(saved) == 2 else (*saved, None)
+    h, u = (*saved, None, None)[:2]
     return torch.ops.fxfuse.grouped_experts_backward(grad, rows, ends, *experts[:5], h, u, *experts[5:], list(mask))
 
 
@@ -307,7 +312,7 @@ def _combine(y: Tensor, p: Tensor | None, b: Tensor | None, ids: Tensor, places:
 
 
 @define(
-    f"grouped_mlp_backward(Tensor grad, Tensor x, Tensor ids, Tensor? p, {_WEIGHTS}, Tensor h, Tensor? u, Tensor order, "
+    f"grouped_mlp_backward(Tensor grad, Tensor x, Tensor ids, Tensor? p, {_WEIGHTS}, Tensor? h, Tensor? u, Tensor order, "
     f"Tensor inverse, Tensor ends, {_KIND}, bool first, bool[] mask)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
@@ -321,7 +326,7 @@ def _grouped_mlp_backward(
     w_down: Tensor,
     b_gate: Tensor | None,
     b_down: Tensor | None,
-    h: Tensor,
+    h: Tensor | None,
     u: Tensor | None,
     order: Tensor,
     inverse: Tensor,
@@ -338,6 +343,9 @@ def _grouped_mlp_backward(
     # Quotient and places in another spelling than the forward's: as common subexpressions the forward's gathered rows (S, H)
     # and masks would be kept for the backward.
     tokens = torch.div(order, ids.shape[1], rounding_mode="trunc")
+    rows = _routed_rows(x, p if first else None, order, tokens)
+    if h is None:
+        h, u = experts.up(rows, ends)
     weight = None if p is None else wide(p.reshape(-1)[order]).unsqueeze(-1)
     after = None if first else weight
     dy, a = grad[tokens], None  # not yet times the router weight, whose own gradient needs it so
@@ -363,7 +371,6 @@ def _grouped_mlp_backward(
                 found[1] = found[1] + products.sum(-1)
             found[1] = found[1].to(p.dtype)
         da = da if after is None else da * after
-        rows = _routed_rows(x, p if first else None, order, tokens)
         need_rows = need_x or (need_p and first)
         inner = (need_rows, need_gate, need_up, need_b_gate)
         if any(inner):
@@ -388,16 +395,18 @@ def grouped_mlp_forward(
     ends: Tensor | None = None,
     weights_first: bool = False,
     save: bool,
+    recompute: bool = False,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The forward of a fusion: ``grouped_mlp`` and, with ``save``, what its backward needs.
 
     That is the linear's output h (S, 2 I), or gate and up (S, I) where they have a weight each, and the rows' order, its
-    inverse and ``ends`` (unless it was given: (E,) int32, the sorted row after each expert's last one).
+    inverse and ``ends`` (unless it was given: (E,) int32, the sorted row after each expert's last one). With ``recompute``
+    the linears' outputs are left out: the backward computes them again.
     """
     out, h, u, order, inverse, counted = torch.ops.fxfuse.grouped_mlp(x, ids, p, ends, *experts, weights_first, save)
     if not save:
         return out, ()
-    linear = (h,) if experts.w_up is None else (h, u)
+    linear = () if recompute else (h,) if experts.w_up is None else (h, u)
     return out, (*linear, order, inverse, *([counted] if ends is None else []))
 
 
@@ -415,7 +424,7 @@ def grouped_mlp_backward(
 ) -> tuple[Tensor, ...]:
     """Gradients of (x, p, w_gate, w_up, w_down, b_gate, b_down) for those in ``mask``; the others are empty tensors."""
     *linear, order, inverse, counted = saved if ends is None else (*saved, ends)
-    h, u = linear if len(linear) == 2 else (*linear, None)
+    h, u = (*linear, None, None)[:2]
     return torch.ops.fxfuse.grouped_mlp_backward(
         grad, x, ids, p, *experts[:5], h, u, order, inverse, counted, *experts[5:], weights_first, list(mask)
     )

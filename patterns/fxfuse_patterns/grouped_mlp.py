@@ -286,9 +286,10 @@ def register(block_name: str, block: Block, layout_name: str, layout: Layout, ki
 
     def forward(*args, save):
         h = dict(zip(order, args, strict=True))
+        recompute = fxfuse.current_recipe().activation_memory == "recompute"
         if not block.routes:
-            return fxfuse.ops.grouped_experts_forward(h["x"], h["ends"], experts(h), save=save)
-        return fxfuse.ops.grouped_mlp_forward(h["x"], h["ids"], h["p"], experts(h), save=save, **told(h))
+            return fxfuse.ops.grouped_experts_forward(h["x"], h["ends"], experts(h), save=save, recompute=recompute)
+        return fxfuse.ops.grouped_mlp_forward(h["x"], h["ids"], h["p"], experts(h), save=save, recompute=recompute, **told(h))
 
     def backward(grad, *args, mask):
         h, saved = dict(zip(order, args, strict=False)), args[len(order) :]
