@@ -150,7 +150,7 @@ def _prove_forward(context: Context, guess: Guess) -> list[int] | Refusal:
             traced = _traced_forward(context, guess, requires_grad)
         except Exception as error:  # a wrong guess may not even run
             reason = f"the pattern does not run on these inputs: {type(error).__name__}: {str(error).strip().splitlines()[:1]}"
-            return Refusal(reason, guess.root)
+            return Refusal(reason, guess.root, untried=True)
         env = evaluate_traced(traced, context.table, guess.classes)
         if env[traced.outputs[0]] == wanted:
             if not same_shape_and_dtype(value(traced.outputs[0]), value(guess.root)):

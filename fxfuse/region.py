@@ -29,6 +29,8 @@ class Refusal:
 
     reason: str
     node: Node
+    untried: bool = False
+    """The guess was so far off that the pattern does not run on it: no news beside another guess's refusal."""
 
 
 @dataclasses.dataclass

@@ -52,8 +52,8 @@ class _Run:
     """With the place of its root in the graph."""
     missed: dict[tuple[str, Node], Missed] = dataclasses.field(default_factory=dict)
     nearest: dict[str, tuple[Missed, Node]] = dataclasses.field(default_factory=dict)
-    taken: dict[Node, str] = dataclasses.field(default_factory=dict)
-    """Which fusion replaced a node."""
+    taken: dict[Node, tuple[str, int]] = dataclasses.field(default_factory=dict)
+    """Which fusion replaced a node, and how many with it."""
     failures: list[Failure] = dataclasses.field(default_factory=list)
     _held: tuple[int, set[Any]] = dataclasses.field(default_factory=lambda: (-1, set()))
 
@@ -194,7 +194,8 @@ def _try_root(run: _Run, fusion: Fusion, root: Node, skeleton: Skeleton) -> None
         if outcome is None:
             run.missed.pop((fusion.name, root), None)
             return
-        refusal = outcome
+        if refusal is None or refusal.untried:  # the first guess is the best one
+            refusal = outcome
     if refusal is not None:
         run.missed[(fusion.name, root)] = _refusal(run, fusion.name, root, skeleton.size, refusal)
     elif (fusion.name, root) not in run.missed:
@@ -210,7 +211,8 @@ def _attempt(run: _Run, guess: Guess) -> Refusal | None:
     if isinstance(spliced, Refusal):
         return spliced
     run.fused.append((run.order[region.root], _fused(run, region, names, spliced)))
-    run.taken.update(dict.fromkeys(region.forward | region.backward, region.fusion.name))
+    replaced = region.forward | region.backward
+    run.taken.update(dict.fromkeys(replaced, (region.fusion.name, len(replaced))))
     return None
 
 
@@ -265,19 +267,24 @@ def _missed(run: _Run) -> tuple[Missed, ...]:
     """Every refused place, and the nearest miss of each fusion that came to nothing."""
     refused = [_with_taker(run, m, root) for (name, root), m in run.missed.items() if not _taken_by_kin(run, name, root)]
     fired = {family(f.name) for _, f in run.fused} | {family(m.name) for m in refused}
-    nearest = [m for name, (m, root) in run.nearest.items() if name not in fired and _is_free(run.context, root)]
+    nearest = [m for name, (m, root) in run.nearest.items() if name not in fired and _is_news(run, m, root)]
     return tuple(refused + nearest)
 
 
 def _taken_by_kin(run: _Run, name: str, root: Node) -> bool:
     """Whether another form of the same family took the place."""
-    return root in run.taken and family(run.taken[root]) == family(name)
+    return root in run.taken and family(run.taken[root][0]) == family(name)
+
+
+def _is_news(run: _Run, missed: Missed, root: Node) -> bool:
+    """Whether the place is still there, or went to a fusion of less than what was found of this one."""
+    return root not in run.taken if _is_free(run.context, root) else root in run.taken and run.taken[root][1] < missed.matched
 
 
 def _with_taker(run: _Run, missed: Missed, root: Node) -> Missed:
     """Say so when another fusion took the place afterwards."""
     taker = run.taken.get(root)
-    return missed if taker is None else dataclasses.replace(missed, reason=f"{missed.reason}{TAKEN}{taker}")
+    return missed if taker is None else dataclasses.replace(missed, reason=f"{missed.reason}{TAKEN}{taker[0]}")
 
 
 def _raise_refused(missed: Sequence[Missed]) -> None:

@@ -178,8 +178,8 @@ class _DoubleKernels(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch._grouped_mm and args[0].dtype is torch.float64:
-            return reference_grouped_mm(args[0], args[1], kwargs.get("offs", args[2] if len(args) > 2 else None))
+        if getattr(func, "__name__", "") in ("grouped_mm", "_grouped_mm") and args[0].dtype is torch.float64:
+            return reference_grouped_mm(args[0], args[1], kwargs["offs"])
         return func(*args, **kwargs)
 
 

@@ -69,6 +69,44 @@ def test_why_not(tmp_path: Path) -> None:
         assert "03_why_not.py:" in answer, f"{case}: no source line"
 
 
+def test_train_moe_with_rewritten_graphs_run_by_torch(tmp_path: Path) -> None:
+    printed = run_example("04_train_moe.py", "--steps", "3", "--batch", "2", folder=tmp_path, FXFUSE_LOWER="eager")
+    assert largest_difference(printed) < 1e-2  # the experts compute in bf16
+    assert "expert blocks fused: 3 in the forward, 3 in the backward, of 3 layers" in printed
+    assert re.search(r"layers\.\{0,1,2\}\.mlp +grouped_mlp\S* .*x3 +forward\+backward", printed), printed
+    in_eager, in_fused = map(float, re.search(r"keeps (\S+) MiB .* in eager, (\S+) MiB with fxfuse", printed).groups())
+    assert in_fused < in_eager
+    assert "grouped_mlp" in (tmp_path / "report_moe.html").read_text()
+
+
+@pytest.mark.inductor
+@pytest.mark.slow
+def test_train_moe_through_inductor(tmp_path: Path) -> None:
+    printed = run_example("04_train_moe.py", "--steps", "3", "--batch", "2", folder=tmp_path)
+    assert largest_difference(printed) < 1e-2
+    assert "expert blocks fused: 3 in the forward, 3 in the backward" in printed
+
+
+@pytest.mark.slow
+def test_hf_moe_with_rewritten_graphs_run_by_torch(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    arguments = ("--steps", "3", "--batch", "2", "--sample", "4")
+    printed = run_example("05_hf_moe.py", *arguments, folder=tmp_path, FXFUSE_LOWER="eager")
+    assert largest_difference(printed) < 1e-2
+    assert "expert blocks fused: 2 in the forward, 2 in the backward, of 2 layers" in printed
+    assert "expert blocks fused in the graphs of generation (one length, then any): 2 of 2, 2 of 2" in printed
+    assert "18 of 18 bytes are those of eager" in printed
+    assert "grouped_mlp" in (tmp_path / "report_hf_moe.html").read_text()
+
+
+def test_hf_moe_says_what_it_needs(tmp_path: Path) -> None:
+    (tmp_path / "transformers.py").write_text("raise ImportError('not here')")
+    command = [sys.executable, str(ROOT / "examples" / "05_hf_moe.py")]
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join((str(tmp_path), PATHS))}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "pip install transformers (not here)" in done.stderr and "Traceback" not in done.stderr
+
+
 def test_pattern_pack_installs_and_loads_when_named(tmp_path: Path) -> None:
     """Installed for real, beside an fxfuse that does not know it; its fusion fires only when the pack is named."""
     target = tmp_path / "site"

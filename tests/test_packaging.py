@@ -61,10 +61,10 @@ def test_wheel_metadata(wheel: zipfile.ZipFile) -> None:
 # ------------------------------------------------------------------------------------------------ who imports whom
 
 LAYERS = [
-    "errors report faults source values ops changes shadow",
+    "errors report naming faults source values ops changes shadow",
     "recipe",
     "compat",
-    "config spellings samples display pattern",
+    "config experts spellings samples display pattern",
     "registry page trace doctor deferred checkout",
     "fusion settings",
     "verification match region nearmiss",
@@ -160,7 +160,7 @@ def test_builtin_pack_uses_only_public_names() -> None:
             if name.split(".")[0] == "fxfuse":
                 assert name in public, f"{file} imports {name}"
         for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute):
+            if isinstance(node, ast.Attribute) and not ast.unparse(node).startswith("aten."):  # an operator's own name
                 assert not node.attr.startswith("_") or node.attr.startswith("__"), f"{file}: {ast.unparse(node)}"
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .. import compat, faults
+from .. import faults
 from ..errors import warn_once
 
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)
@@ -30,7 +30,7 @@ MATERIALIZED = torch.ops.fxfuse.materialized.default
 
 def materialized(x: torch.Tensor) -> torch.Tensor:
     """A hint in the reference of an operator: on a GPU, compute ``x`` once into memory, do not inline it into its users."""
-    return MATERIALIZED(x) if x.is_cuda and compat.fake_mode_of([x]) is not None else x
+    return MATERIALIZED(x) if x.is_cuda and hasattr(x, "fake_mode") else x
 
 
 def nothing(like: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,8 @@ from .arguments import Check
 from .define import define, materialized, nothing
 from .grouped_mm import bias_gradient, grouped_mm, of_rows, used, weight_gradient, wide
 
+MAX_TERMS = 32
+"""Up to how many experts a token their sum is written out."""
 LAYOUTS = ("concat", "interleaved", "separate", "plain")
 """Gate and up: rows [gate; up] of one weight, its alternating rows, two weights; or no gate at all."""
 
@@ -283,32 +285,36 @@ def _grouped_mlp(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     experts = Experts(w_gate, w_up, w_down, b_gate, b_down, act, layout, limit, alpha)
     routing = route(ids, w_down.shape[0], ends)
-    rows = _routed_rows(x, p if first else None, routing.order, routing.order // ids.shape[1])
+    rows = _routed_rows(x, p if first else None, routing.order, routing.order // ids.shape[1], w_gate.dtype)
     h, u = experts.up(rows, routing.ends)
     y = experts.down(experts.activated(h, u), routing.ends)
-    out = _combine(y, None if first else p, b_down, ids, routing.inverse.view(ids.shape).unbind(1), routing.ends).to(x.dtype)
+    out = _combine(y, None if first else p, b_down, ids, routing.inverse.view(ids.shape).t(), routing.ends).to(x.dtype)
     if not save:
         return out, nothing(h), nothing(h), nothing(routing.order), nothing(routing.order), nothing(routing.ends)
     counted = routing.ends if ends is None else nothing(ends)  # an operator may not return its argument
     return out, h, nothing(h) if u is None else u, routing.order, routing.inverse, counted
 
 
-def _routed_rows(x: Tensor, p: Tensor | None, order: Tensor, tokens: Tensor) -> Tensor:
+def _routed_rows(x: Tensor, p: Tensor | None, order: Tensor, tokens: Tensor, dtype: torch.dtype) -> Tensor:
     rows = x[tokens]
-    return rows if p is None else (wide(rows) * wide(p.reshape(-1)[order]).unsqueeze(-1)).to(x.dtype)
+    return (rows if p is None else wide(rows) * wide(p.reshape(-1)[order]).unsqueeze(-1)).to(dtype)
 
 
-def _combine(y: Tensor, p: Tensor | None, b: Tensor | None, ids: Tensor, places: Sequence[Tensor], ends: Tensor) -> Tensor:
-    """The weighted sum over each token's K rows of y, in fp32 and written once; ``places`` holds K times the rows (T,)."""
-    lines = None if b is None else ids.clamp(0, b.shape[0] - 1)
-    terms = []
-    for k, place in enumerate(places):
-        rows = wide(y[place])
-        rows = rows if b is None or lines is None else rows + wide(b[lines[:, k]])
-        rows = rows if p is None else rows * wide(p[:, k]).unsqueeze(-1)
-        terms.append(torch.where(used(ends, place), rows, 0))
-    # Written out: as a reduction over so few terms it is several times slower under Inductor.
-    return functools.reduce(torch.add, terms) if terms else wide(y.new_zeros(ids.shape[0], y.shape[1]))
+def _combine(y: Tensor, p: Tensor | None, b: Tensor | None, ids: Tensor, places: Tensor, ends: Tensor) -> Tensor:
+    """The weighted sum over each token's K rows of y, in fp32 and written once; ``places`` (K, T) holds the rows."""
+    experts = None if b is None else ids.t().clamp(0, b.shape[0] - 1)
+    weights = None if p is None else wide(p.t())
+
+    def terms(k: Any) -> Tensor:
+        rows = wide(y[places[k]])
+        rows = rows if b is None or experts is None else rows + wide(b[experts[k]])
+        rows = rows if weights is None else rows * weights[k].unsqueeze(-1)
+        return torch.where(used(ends, places[k]), rows, 0)
+
+    count = ids.shape[1]
+    if isinstance(count, int) and 1 <= count <= MAX_TERMS:  # as a reduction, so few terms are several times slower under Inductor
+        return functools.reduce(torch.add, [terms(k) for k in range(count)])
+    return terms(slice(None)).sum(0)
 
 
 @define(
@@ -343,12 +349,12 @@ def _grouped_mlp_backward(
     # Quotient and places in another spelling than the forward's: as common subexpressions the forward's gathered rows (S, H)
     # and masks would be kept for the backward.
     tokens = torch.div(order, ids.shape[1], rounding_mode="trunc")
-    rows = _routed_rows(x, p if first else None, order, tokens)
+    rows = _routed_rows(x, p if first else None, order, tokens, w_gate.dtype)
     if h is None:
         h, u = experts.up(rows, ends)
     weight = None if p is None else wide(p.reshape(-1)[order]).unsqueeze(-1)
     after = None if first else weight
-    dy, a = grad[tokens], None  # not yet times the router weight, whose own gradient needs it so
+    dy, a = grad[tokens].to(w_gate.dtype), None  # not yet times the router weight, whose own gradient needs it so
     found: list[Tensor | None] = [None] * 7
     if need_down or (need_p and not first):
         g, up = experts.halves(h, u)
@@ -381,8 +387,8 @@ def _grouped_mlp_backward(
                     products = torch.where(used(ends, places), wide(drows) * wide(x[tokens]), 0)
                     found[1] = products.sum(-1)[inverse].view(ids.shape).to(p.dtype)
                 if need_x:
-                    rows_of = [inverse[k :: ids.shape[1]] for k in range(ids.shape[1])]
-                    found[0] = _combine(drows, p if first else None, None, ids, rows_of, ends).to(x.dtype)
+                    back = inverse.view(ids.shape).transpose(0, 1).contiguous()
+                    found[0] = _combine(drows, p if first else None, None, ids, back, ends).to(x.dtype)
     return tuple(nothing(grad) if t is None else t for t in found)
 
 

@@ -27,7 +27,7 @@ def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     if a.dtype is torch.bfloat16:
         left, right = _aligned(a), _aligned(b)
         if left is not None and right is not None:
-            return torch._grouped_mm(left, right, offs=ends)
+            return torch.ops.aten._grouped_mm(left, right, ends)
     return torch.ops.fxfuse.grouped_mm_loop(a, b, ends)
 
 

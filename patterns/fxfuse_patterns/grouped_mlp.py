@@ -12,14 +12,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import fxfuse
-from fxfuse.ops import Experts
 
 from .activations import ACTIVATIONS
 
 aten = torch.ops.aten
+FIELDS = ("w_gate", "w_up", "w_down", "b_gate", "b_down")
+"""The tensors of ``fxfuse.ops.Experts``, in order."""
 Holes = Mapping[str, Any]
 Linear = Callable[[Tensor, Tensor, "Tensor | None"], Tensor]
 """``(rows (S, M), w (E, N, M), b (E, N) or None) -> (S, N)``: each row with its own expert's weight and bias."""
@@ -31,7 +33,7 @@ def _linear(ends: Tensor, lines: Callable[[Tensor], Tensor], masked: Callable[[T
     """``lines(b)`` gives each row its expert's line of b; ``masked`` zeroes the rows of no expert."""
 
     def linear(rows: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-        y = torch._grouped_mm(rows.to(w.dtype), w.transpose(-2, -1), offs=ends)
+        y = F.grouped_mm(rows.to(w.dtype), w.transpose(-2, -1), offs=ends)
         return masked(y if b is None else y + lines(b))
 
     return linear
@@ -222,7 +224,7 @@ from one (GPT-OSS). plain: no gate."""
 def _examples(
     holes: tuple[str, ...], shapes: Mapping[str, tuple[int, ...]], biases: Mapping[str, tuple[int, ...]]
 ) -> list[dict[str, Any]]:
-    """Without biases and with them; router weights in the experts' dtype and in fp32."""
+    """Without biases and with them; x and router weights in the experts' dtype and in fp32."""
     bf16, fp32 = torch.bfloat16, torch.float32
     routing: dict[str, Any] = {
         "x": torch.zeros(6 if "ids" in holes else 12, 32, dtype=bf16),
@@ -233,8 +235,9 @@ def _examples(
     tensors |= {name: torch.zeros(shape, dtype=bf16) for name, shape in shapes.items()}
     lines = {name: torch.zeros(shape, dtype=bf16) for name, shape in biases.items()}
     forms = [dict.fromkeys(lines), lines] if lines else [lines]
+    inputs = [{"x": routing["x"].to(dtype)} for dtype in (bf16, fp32)]
     routers = [{"p": torch.zeros(6, 2, dtype=dtype)} for dtype in (bf16, fp32)] if "p" in holes else [{}]
-    return [{**tensors, **form, **router} for form in forms for router in routers]
+    return [{**tensors, **form, **x, **router} for form in forms for x in inputs for router in routers]
 
 
 def _signature(function: Callable[..., Any], names: list[tuple[str, Any, Any]], around: tuple[str, ...], only: str) -> None:
@@ -276,10 +279,10 @@ def register(block_name: str, block: Block, layout_name: str, layout: Layout, ki
         check_on_register=False,
     )(pattern)
 
-    def experts(h: Holes) -> Experts:
+    def experts(h: Holes) -> fxfuse.ops.Experts:
         given = {field: h.get(hole) for hole, field in fields.items()}
-        weights = (given.get(field) for field in Experts._fields[:5])
-        return Experts(*weights, kind, layout.layout, h.get("limit"), h.get("alpha"))
+        weights = (given.get(field) for field in FIELDS)
+        return fxfuse.ops.Experts(*weights, kind, layout.layout, h.get("limit"), h.get("alpha"))
 
     def told(h: Holes) -> dict[str, Any]:
         return {"ends": h.get("ends"), "weights_first": block.weights_first}
@@ -295,7 +298,7 @@ def register(block_name: str, block: Block, layout_name: str, layout: Layout, ki
         h, saved = dict(zip(order, args, strict=False)), args[len(order) :]
         tensors = [hole for hole in order if hole not in layout.scalars]
         wanted = {fields.get(hole, hole): m for hole, m in zip(tensors, mask, strict=True)}
-        slots = ("x", *(["p"] if block.routes else []), *Experts._fields[:5])
+        slots = ("x", *(["p"] if block.routes else []), *FIELDS)
         needed = [wanted.get(s, False) for s in slots]
         if block.routes:
             found = fxfuse.ops.grouped_mlp_backward(grad, h["x"], h["ids"], h["p"], experts(h), saved, needed, **told(h))
@@ -307,6 +310,9 @@ def register(block_name: str, block: Block, layout_name: str, layout: Layout, ki
     def check(m: fxfuse.Match) -> Any:
         if m.recipe.numerics == "strict":
             return m.reject("it rounds once where the model's casts round several times, and numerics is strict")
+        if block.routes and (m.ids.dim() != 2 or m.p.shape != m.ids.shape or m.x.shape[0] != m.ids.shape[0]):
+            shapes = f"x {tuple(m.x.shape)}, ids {tuple(m.ids.shape)} and router weights {tuple(m.p.shape)}"
+            return m.reject(f"{shapes} are not (T, H), (T, K) and (T, K)")
         return None
 
     _signature(forward, names, (), "save")
