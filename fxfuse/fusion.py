@@ -74,7 +74,7 @@ class Fusion:
         self.name = name or pattern.__name__
         self.recipes = tuple(recipes) if recipes is not None else None
         self.extra = extra
-        self.requires = frozenset(requires)
+        self.requires = tuple(one if isinstance(one, tuple) else (one,) for one in requires)
         self.holes: tuple[Hole, ...] = holes_of(pattern) if holes is None else holes
         self.pack = registry.loading_pack()
         self.check_on_register = check_on_register
@@ -335,8 +335,8 @@ def register_forward_fusion(
             be used outside (in training: saved for the backward).
         example: by argument name: names of dimensions ("m k"), a shape or a tensor; spares the search for shapes. Several
             examples where the pattern takes several forms (a tensor in another dtype adds casts, for instance).
-        requires: operators (``torch.ops.aten.mm.default``) that a graph must hold for the fusion to be looked for at all:
-            spares the compile of a model without them the pattern's trace.
+        requires: operators (``torch.ops.aten.mm.default``) that a graph must hold for the fusion to be looked for at all; a
+            tuple stands for any one of its operators. Spares the compile of a model without them the pattern's trace.
         check_on_register: compare the rewrite with the pattern when it is registered.
 
     Raises:

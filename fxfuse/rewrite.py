@@ -57,11 +57,11 @@ class _Run:
     failures: list[Failure] = dataclasses.field(default_factory=list)
     _held: tuple[int, set[Any]] = dataclasses.field(default_factory=lambda: (-1, set()))
 
-    def holds(self, operators: frozenset[Any]) -> bool:
-        """Whether the part of the graph that no fusion has taken has all of these operators."""
+    def holds(self, operators: Sequence[tuple[Any, ...]]) -> bool:
+        """Whether the part of the graph that no fusion has taken has one of each of these alternatives."""
         if operators and self._held[0] != len(self.fused):
             self._held = len(self.fused), {n.target for n in self.context.graph.nodes if _is_free(self.context, n)}
-        return operators <= self._held[1]
+        return all(not self._held[1].isdisjoint(alternatives) for alternatives in operators)
 
 
 def rewrite(

@@ -85,7 +85,7 @@ def _inductor_options(given: Mapping[str, Any]) -> dict[str, Any]:
     checked: dict[str, Any] = {}
     for key, wanted in given.items():
         name = str(key).replace("-", "_")
-        if not registry.is_known(name):
+        if name not in known:
             raise OptionError(f"option {key!r} is unknown{_suggest(name, [*OWN, *known])}")
         have = known[name]
         if name != OUR_PASS and have is not None and wanted is not None and type(wanted) is not type(have):

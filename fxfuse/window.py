@@ -76,7 +76,7 @@ class Windows:
     """A registered window fusion; the same surface as ``Fusion`` where registry and rewriting need it."""
 
     ready = True
-    requires: frozenset[Any] = frozenset()
+    requires: tuple[tuple[Any, ...], ...] = ()
 
     def __init__(self, cls: type[WindowFusion], side: str, name: str | None, recipes: Sequence[str] | None) -> None:
         self.cls, self.side = cls, side

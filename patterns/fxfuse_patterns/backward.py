@@ -9,7 +9,7 @@ from torch import Tensor
 
 import fxfuse
 
-from .activations import ACTIVATIONS
+from .activations import ACTIVATIONS, NEEDS_BACKWARD
 
 aten = torch.ops.aten
 
@@ -41,7 +41,10 @@ def register_gated(kind: str, act: Callable[[Tensor], Tensor]) -> None:
     d_act = BACKWARD[kind]
 
     @fxfuse.register_backward_fusion(
-        name=f"gated_{kind}_backward", example={"dy": "m n", "g": "m n", "u": "m n"}, check_on_register=False
+        name=f"gated_{kind}_backward",
+        example={"dy": "m n", "g": "m n", "u": "m n"},
+        requires=NEEDS_BACKWARD[kind],
+        check_on_register=False,
     )
     def gated_backward(dy, g, u):
         return d_act(dy * u, g), dy * act(g)
@@ -66,7 +69,12 @@ for _kind in ("silu", "gelu", "gelu_tanh"):
 def register_bias(kind: str, backward: Callable[[Tensor, Tensor], Tensor]) -> None:
     """Register ``<kind>_backward_bias``: the gradient before an activation and its column sum."""
 
-    @fxfuse.register_backward_fusion(name=f"{kind}_backward_bias", example={"dy": "m n", "kept": "m n"}, check_on_register=False)
+    @fxfuse.register_backward_fusion(
+        name=f"{kind}_backward_bias",
+        example={"dy": "m n", "kept": "m n"},
+        requires=NEEDS_BACKWARD[kind],
+        check_on_register=False,
+    )
     def backward_bias(dy, kept):
         d = backward(dy, kept)
         return d, rows(d).sum(0)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import fxfuse
 
-from .activations import ACTIVATIONS
+from .activations import ACTIVATIONS, NEEDS
 from .linears import bias_gradient, linear_gradients
 
 KINDS = ("silu", "gelu", "gelu_tanh", "relu")
@@ -22,6 +22,7 @@ def register_separate(kind: str, act: Callable[[Tensor], Tensor]) -> None:
     @fxfuse.register_forward_backward_fusion(
         name=f"gated_mlp_{kind}",
         example={"x": "m k", "w_gate": "n k", "w_up": "n k", "b_gate": "n", "b_up": "n"},
+        requires=NEEDS[kind],
         check_on_register=False,
     )
     def gated_mlp(x, w_gate, w_up, b_gate=None, b_up=None):
@@ -52,7 +53,10 @@ def register_packed(kind: str, act: Callable[[Tensor], Tensor]) -> None:
     """Register ``gated_mlp_packed_<kind>``: one weight with rows [gate; up]."""
 
     @fxfuse.register_forward_backward_fusion(
-        name=f"gated_mlp_packed_{kind}", example={"x": "m k", "w": "n k", "b": "n"}, check_on_register=False
+        name=f"gated_mlp_packed_{kind}",
+        example={"x": "m k", "w": "n k", "b": "n"},
+        requires=NEEDS[kind],
+        check_on_register=False,
     )
     def gated_mlp_packed(x, w, b=None):
         gate, up = F.linear(x, w, b).chunk(2, -1)
@@ -82,7 +86,7 @@ def register_batched(kind: str, act: Callable[[Tensor], Tensor]) -> None:
     @fxfuse.register_forward_backward_fusion(
         name=f"gated_mlp_batched_{kind}",
         example={"x": "e m k", "w": "e k n"},
-        requires=(torch.ops.aten.bmm.default,),
+        requires=(torch.ops.aten.bmm.default, *NEEDS[kind]),
         check_on_register=False,
     )
     def gated_mlp_batched(x, w):

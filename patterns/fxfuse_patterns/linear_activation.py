@@ -9,7 +9,7 @@ from torch import Tensor
 
 import fxfuse
 
-from .activations import ACTIVATIONS
+from .activations import ACTIVATIONS, NEEDS
 from .linears import linear_gradients
 
 EXAMPLE = {"x": "m k", "w": "n k", "b": "n"}
@@ -18,7 +18,9 @@ EXAMPLE = {"x": "m k", "w": "n k", "b": "n"}
 def register(kind: str, act: Callable[[Tensor], Tensor]) -> None:
     """Register ``linear_<kind>``."""
 
-    @fxfuse.register_forward_backward_fusion(name=f"linear_{kind}", example=EXAMPLE, check_on_register=False)
+    @fxfuse.register_forward_backward_fusion(
+        name=f"linear_{kind}", example=EXAMPLE, requires=NEEDS[kind], check_on_register=False
+    )
     def linear_activation(x, w, b=None):
         return act(F.linear(x, w, b))
 
