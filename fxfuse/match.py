@@ -181,6 +181,10 @@ class Finder:
 
     def _match_operator(self, p: int, m: int, bound: Binding) -> Iterator[Binding]:
         want, have = self.pattern.keys[p], self.model.keys[m]
+        if want[0] == PERMUTE and len(self.model.shapes[m] or ()) == len(want[2][1]):
+            undone = self.model.permute(m, inverse(self.pattern.permuted_dims(p)))
+            yield from self._match(want[1][1], undone, {**bound, p: m})
+            return
         if want[0] == have[0] and len(want) == len(have):
             orders = [have[1:], (have[2], have[1])] if want[0] in COMMUTATIVE else [have[1:]]
             for order in orders:
@@ -189,9 +193,6 @@ class Finder:
             self._fail(bound, p, m)
         if want[0] == VIEW:
             yield from self._match_view(p, m, bound)
-        elif want[0] == PERMUTE and have[0] != PERMUTE and len(self.model.shapes[m] or ()) == len(want[2][1]):
-            undone = self.model.permute(m, inverse(self.pattern.permuted_dims(p)))
-            yield from self._match(want[1][1], undone, {**bound, p: m})
         elif want[0] != have[0]:
             self._fail(bound, p, m)
             if want[0] == _CAST_HEAD:
@@ -238,7 +239,8 @@ class Finder:
         if hole is not None:
             number = _number(have[1])
             if number is not None:
-                yield {**bound, ("scalar", hole): sign * number}
+                exact = int(number) if str(have[1]).startswith("int ") else number  # as an integer it has another key
+                yield {**bound, ("scalar", hole): sign * exact}
         elif want == have or str(want[1]).startswith(("dtype", "device", "layout", "memory_format")):
             yield bound
         elif len(bound) > self._deepest:
@@ -282,11 +284,11 @@ class Finder:
         return ""
 
 
-def _scalar_hole(constant: Any) -> tuple[int | None, float]:
+def _scalar_hole(constant: Any) -> tuple[int | None, int]:
     """Which scalar hole a constant of the pattern is, and its sign there (a pattern may negate a hole)."""
     number = _number(constant)
     found = [i for i, s in enumerate(SENTINELS) if number is not None and abs(abs(number) - s) < 1e-9]
-    return (found[0], 1.0 if number > 0 else -1.0) if found and number is not None else (None, 1.0)
+    return (found[0], 1 if number > 0 else -1) if found and number is not None else (None, 1)
 
 
 def _number(constant: Any) -> float | None:

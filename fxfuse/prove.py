@@ -52,6 +52,8 @@ class Guess:
     scalars: tuple[float, ...]
     inputs: list[Node | None] = dataclasses.field(default_factory=list)
     layouts: list[Dims | None] = dataclasses.field(default_factory=list)
+    through_bases: bool = False
+    """Bind a permuted input through what it is a permute of, even if it has a node of its own."""
     given: set[int] = dataclasses.field(default_factory=set)
     """The input classes, and those of the nodes that hold them in another layout."""
 
@@ -63,6 +65,17 @@ class Guess:
 
 def prove(context: Context, guess: Guess) -> Region | Refusal:
     """The region at ``guess.root``, or why there is none."""
+    region = _prove(context, guess)
+    if isinstance(region, Refusal) and any(
+        c is not None and n is not None and dims is None and context.table.head(c) == PERMUTE
+        for c, n, dims in zip(guess.classes, guess.inputs, guess.layouts, strict=False)
+    ):  # an input that is there in both layouts: its gradient may be in either
+        other = _prove(context, dataclasses.replace(guess, inputs=[], layouts=[], given=set(), through_bases=True))
+        return region if isinstance(other, Refusal) else other
+    return region
+
+
+def _prove(context: Context, guess: Guess) -> Region | Refusal:
     table, fusion, root = context.table, guess.fusion, guess.root
     bound = _bind(context, guess)
     if bound is not None:
@@ -102,10 +115,11 @@ def _bind(context: Context, guess: Guess) -> Refusal | None:
 
     for hole, c in zip(guess.fusion.tensor_holes, guess.classes, strict=True):
         node, dims = None if c is None else earliest(c), None
-        if c is not None and node is None and table.head(c) == PERMUTE:
+        if c is not None and table.head(c) == PERMUTE:
             base = table.operand(c, 0)
-            node, dims = earliest(base), table.permuted_dims(c)
             guess.given.add(base)
+            if node is None or (guess.through_bases and earliest(base) is not None):
+                node, dims = earliest(base), table.permuted_dims(c)
         if c is not None and node is None:
             return Refusal(f"input {hole.name} {_absence(table, c)}", guess.root)
         if c is not None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from .changes import touch
 from .errors import PatternError, warn_once
-from .naming import is_among, is_called
+from .naming import family, is_among, is_called
 
 if TYPE_CHECKING:
     from .fusion import Fusion
@@ -91,7 +91,8 @@ def is_known(name: str) -> bool:
 
 def suggestion(name: str) -> str:
     """`` (did you mean ...?)`` for a misspelled fusion name."""
-    close = difflib.get_close_matches(name, [f.name for f in list_fusions()], n=1)
+    names = [f.name for f in list_fusions()]
+    close = difflib.get_close_matches(name, [*dict.fromkeys(map(family, names)), *names], n=1)
     return f"; did you mean {close[0]!r}?" if close else "; fxfuse.list_fusions() shows all"
 
 

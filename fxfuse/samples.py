@@ -135,6 +135,8 @@ def explicit_examples(pattern: Callable[..., Any], holes: Sequence[Hole], given:
     Raises:
         PatternError: an entry is missing or names an unknown dimension, or the pattern does not run on the example.
     """
+    if not given:
+        raise PatternError(f"pattern {name_of(pattern)}: example= is empty; leave it out, or give one")
     examples = [_slots(pattern, holes, example) for example in given]
     if any(None in example for example in examples):
         return examples
