@@ -193,6 +193,8 @@ class Finder:
             self._fail(bound, p, m)
         if want[0] == VIEW:
             yield from self._match_view(p, m, bound)
+        elif have[0] == VIEW and set(sizes(self.model.shape(m))) <= {"1"}:  # one element: sizes of one make views of other steps
+            yield from self._match(p, have[1][1], bound)
         elif want[0] != have[0]:
             self._fail(bound, p, m)
             if want[0] == _CAST_HEAD:
@@ -229,7 +231,7 @@ class Finder:
                 yield from self._match_arguments(want[1], have[1], bound, owner)
         elif want[0] == have[0] == "i":
             yield bound
-        elif want[0] == have[0] == "k":
+        elif want[0] == "k" and (have[0] == "k" or (have[0] == "i" and _scalar_hole(want[1])[0] is not None)):
             yield from self._match_constant(want, have, bound, owner)
         else:
             self._fail(bound, want[1] if want[0] == "n" else owner[0], have[1] if have[0] == "n" else owner[1])
@@ -239,7 +241,7 @@ class Finder:
         if hole is not None:
             number = _number(have[1])
             if number is not None:
-                exact = int(number) if str(have[1]).startswith("int ") else number  # as an integer it has another key
+                exact = int(number) if have[0] == "i" else number  # an integer has another key than the float
                 yield {**bound, ("scalar", hole): sign * exact}
         elif want == have or str(want[1]).startswith(("dtype", "device", "layout", "memory_format")):
             yield bound

@@ -77,6 +77,7 @@ def rewrite(
         strict: raise where a fusion fails, instead of leaving the region alone.
     """
     started = time.perf_counter()
+    _mark_backward(graph)
     kind, before, nodes = _kind(graph), _code(graph), len(graph.nodes)
     table = number_graph(graph, recipe.numerics == "strict")
     context = Context(graph, table, decompositions, recipe)
@@ -113,6 +114,15 @@ def _kind(graph: Graph) -> str:
     if any(is_backward(n) for n in graph.nodes):
         return "joint"
     return "backward" if any(str(n.target).startswith("tangents") for n in placeholders) else "inference"
+
+
+def _mark_backward(graph: Graph) -> None:
+    """Tag what depends on a tangent: the backward of a custom autograd function may come without the partitioner's tag."""
+    if not any(is_backward(n) for n in graph.nodes):
+        return
+    for node in graph.nodes:
+        if node.op == "call_function" and not is_backward(node) and any(is_backward(n) for n in node.all_input_nodes):
+            node.meta["partitioner_tag"] = "is_backward"
 
 
 def _code(graph: Graph) -> str:

@@ -158,9 +158,9 @@ def _plain(w: Holes, act: Callable[[Tensor], Tensor], rows: Tensor, linear: Line
 
 
 def _clamped(w: Holes, act: Callable[[Tensor], Tensor], rows: Tensor, linear: Linear) -> Tensor:
-    h = linear(rows, w["w_gate_up"], w["b_gate_up"])
+    h = linear(rows, w["w_gate_up"], w.get("b_gate_up"))
     gate, up = h[..., ::2].clamp(max=w["limit"]), h[..., 1::2].clamp(min=-w["limit"], max=w["limit"])
-    return linear((up + 1) * (gate * torch.sigmoid(gate * w["alpha"])), w["w_down"], w["b_down"])
+    return linear((up + 1) * (gate * torch.sigmoid(gate * w["alpha"])), w["w_down"], w.get("b_down"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,12 +256,10 @@ def register(block_name: str, block: Block, layout_name: str, layout: Layout, ki
     """Register one block around one kind of experts."""
     none, empty = None, inspect.Parameter.empty
     biases = layout.biases if block.counts else {}
-    required = {**layout.weights, **(biases if layout.scalars else {})}
-    optional = {} if layout.scalars else biases
-    names = [(n, empty, empty) for n in (*block.holes, *required)]
-    names += [(n, empty, float) for n in layout.scalars] + [(n, none, empty) for n in optional]
+    names = [(n, empty, empty) for n in (*block.holes, *layout.weights)]
+    names += [(n, empty, float) for n in layout.scalars] + [(n, none, empty) for n in biases]
     order = [n for n, _, _ in names]
-    fields = {hole: field for hole, (field, _) in {**required, **optional}.items()}
+    fields = {hole: field for hole, (field, _) in {**layout.weights, **biases}.items()}
 
     def pattern(*args):
         h = dict(zip(order, args, strict=False))
@@ -272,8 +270,8 @@ def register(block_name: str, block: Block, layout_name: str, layout: Layout, ki
         name=f"grouped_mlp[{block_name}, {layout_name}{'' if layout.scalars else ' ' + kind}]",
         example=_examples(
             block.holes,
-            {hole: shape for hole, (_, shape) in required.items()},
-            {hole: shape for hole, (_, shape) in optional.items()},
+            {hole: shape for hole, (_, shape) in layout.weights.items()},
+            {hole: shape for hole, (_, shape) in biases.items()},
         ),
         requires=(aten._grouped_mm.default, *block.needs, *layout.activations[kind]),
         check_on_register=False,
@@ -325,5 +323,4 @@ def register(block_name: str, block: Block, layout_name: str, layout: Layout, ki
 for _block_name, _block in BLOCKS.items():
     for _layout_name, _layout in LAYOUTS.items():
         for _kind in _layout.activations:
-            if _block.counts or not _layout.scalars:
-                register(_block_name, _block, _layout_name, _layout, _kind)
+            register(_block_name, _block, _layout_name, _layout, _kind)

@@ -41,71 +41,64 @@ def check_pairs(m: fxfuse.Match):
     return None
 
 
-@fxfuse.register_backward_fusion(
-    name="scatter_rows[permutation]",
-    example={"v": ROWS, "ids": IDS},
-    requires=(aten.index_put.default, aten.sort.default),
-    check_on_register=False,
-)
-def scatter_rows(v, ids):
-    order = torch.sort(ids)[1]
-    return torch.zeros_like(v).index_put((order,), v, accumulate=True)
+def register(form: str, stable: bool) -> None:
+    """Register the fusions for one spelling of the sort, ``torch.sort(ids)`` or ``torch.sort(ids, stable=True)``."""
+    sort = aten.sort.stable if stable else aten.sort.default
+
+    def order_of(ids: Tensor) -> Tensor:
+        return torch.sort(ids.reshape(-1), stable=True)[1] if stable else torch.sort(ids.reshape(-1))[1]
+
+    def backward(name: str, ids: Tensor):
+        return fxfuse.register_backward_fusion(
+            name=f"scatter_{name}[{form}]",
+            example={"v": ROWS, "ids": ids},
+            requires=(aten.index_put.default, sort),
+            check_on_register=False,
+        )
+
+    @backward("permutation", IDS)
+    def scatter_rows(v, ids):
+        return torch.zeros_like(v).index_put((order_of(ids),), v, accumulate=True)
+
+    @scatter_rows.rewrite
+    def _(v, ids):
+        return v[inverse_of(order_of(ids))]
+
+    @backward("inverse", IDS)
+    def scatter_rows_back(v, ids):
+        return torch.zeros_like(v).index_put((inverse_of(order_of(ids)),), v, accumulate=True)
+
+    @scatter_rows_back.rewrite
+    def _(v, ids):
+        return v[order_of(ids)]
+
+    @backward("tokens", PAIRS)
+    def scatter_to_tokens(v, ids):
+        tokens = order_of(ids) // ids.shape[1]
+        return v.new_zeros(ids.shape[0], v.shape[1]).index_put((tokens,), v, accumulate=True)
+
+    scatter_to_tokens.check(check_pairs)
+
+    @scatter_to_tokens.rewrite
+    def _(v, ids):
+        return sum_of_rows(v, order_of(ids), ids)
+
+    @fxfuse.register_forward_fusion(
+        name=f"combine_rows[{form}]",
+        example={"y": ROWS, "ids": PAIRS},
+        requires=(aten.scatter_add.default, sort),
+        check_on_register=False,
+    )
+    def combine_rows(y, ids):
+        tokens = (order_of(ids) // ids.shape[1]).reshape(-1, 1).expand(-1, y.shape[1])
+        return y.new_zeros(ids.shape[0], y.shape[1]).scatter_add(0, tokens, y)
+
+    combine_rows.check(check_pairs)
+
+    @combine_rows.rewrite
+    def _(y, ids):
+        return sum_of_rows(y, order_of(ids), ids)
 
 
-@scatter_rows.rewrite
-def _(v, ids):
-    return v[inverse_of(torch.sort(ids)[1])]
-
-
-@fxfuse.register_backward_fusion(
-    name="scatter_rows[inverse]",
-    example={"v": ROWS, "ids": IDS},
-    requires=(aten.index_put.default, aten.sort.default),
-    check_on_register=False,
-)
-def scatter_rows_back(v, ids):
-    return torch.zeros_like(v).index_put((inverse_of(torch.sort(ids)[1]),), v, accumulate=True)
-
-
-@scatter_rows_back.rewrite
-def _(v, ids):
-    return v[torch.sort(ids)[1]]
-
-
-@fxfuse.register_backward_fusion(
-    name="scatter_rows[tokens]",
-    example={"v": ROWS, "ids": PAIRS},
-    requires=(aten.index_put.default, aten.sort.default),
-    check_on_register=False,
-)
-def scatter_to_tokens(v, ids):
-    order = torch.sort(ids.reshape(-1))[1]
-    return v.new_zeros(ids.shape[0], v.shape[1]).index_put((order // ids.shape[1],), v, accumulate=True)
-
-
-scatter_to_tokens.check(check_pairs)
-
-
-@scatter_to_tokens.rewrite
-def _(v, ids):
-    return sum_of_rows(v, torch.sort(ids.reshape(-1))[1], ids)
-
-
-@fxfuse.register_forward_fusion(
-    name="combine_rows[scatter_add]",
-    example={"y": ROWS, "ids": PAIRS},
-    requires=(aten.scatter_add.default,),
-    check_on_register=False,
-)
-def combine_rows(y, ids):
-    order = torch.argsort(ids.reshape(-1), stable=True)
-    tokens = (order // ids.shape[1]).reshape(-1, 1).expand(-1, y.shape[1])
-    return y.new_zeros(ids.shape[0], y.shape[1]).scatter_add(0, tokens, y)
-
-
-combine_rows.check(check_pairs)
-
-
-@combine_rows.rewrite
-def _(y, ids):
-    return sum_of_rows(y, torch.argsort(ids.reshape(-1), stable=True), ids)
+register("sort", stable=False)
+register("stable sort", stable=True)
