@@ -61,7 +61,7 @@ Dims = tuple[int, ...]
 def seen_values(nodes: Sequence[Node | None], layouts: Sequence[Dims | None]) -> list[Any]:
     """The fake values of some nodes, each with its dimensions reordered."""
     values = [None if n is None else value(n) for n in nodes]
-    return [v if dims is None else v.permute(dims) for v, dims in zip(values, layouts, strict=True)]
+    return [v if v is None or dims is None else v.permute(dims) for v, dims in zip(values, layouts, strict=True)]
 
 
 def inverse(dims: Dims) -> Dims:

@@ -78,7 +78,7 @@ class _LinearAct(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (grad,) = grads
         x, w, kept = ctx.saved_tensors
         mask = ctx.needs_input_grad[:3]
@@ -199,7 +199,7 @@ class _GluMlp(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (grad,) = grads
         x, w_gate, w_up, w_down, g, u = ctx.saved_tensors
         need_x, need_gate, need_up, need_down, _ = ctx.needs_input_grad

@@ -446,7 +446,7 @@ class _GroupedMlp(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         needs = ctx.needs_input_grad
         mask = [needs[0], *needs[2:8]]
         found = torch.ops.fxfuse.grouped_mlp_backward(grads[0], *ctx.saved_tensors, *ctx.rest, mask)

@@ -122,7 +122,7 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, w, ends = ctx.saved_tensors
         grad, needs = grads[0], ctx.needs_input_grad
         dx = None

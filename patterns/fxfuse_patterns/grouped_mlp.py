@@ -278,9 +278,8 @@ def register(block_name: str, block: Block, layout_name: str, layout: Layout, ki
     )(pattern)
 
     def experts(h: Holes) -> fxfuse.ops.Experts:
-        given = {field: h.get(hole) for hole, field in fields.items()}
-        weights = (given.get(field) for field in FIELDS)
-        return fxfuse.ops.Experts(*weights, kind, layout.layout, h.get("limit"), h.get("alpha"))
+        weights = {**dict.fromkeys(FIELDS), **{field: h.get(hole) for hole, field in fields.items()}}
+        return fxfuse.ops.Experts(**weights, act=kind, layout=layout.layout, limit=h.get("limit"), alpha=h.get("alpha"))
 
     def told(h: Holes) -> dict[str, Any]:
         return {"ends": h.get("ends"), "weights_first": block.weights_first}

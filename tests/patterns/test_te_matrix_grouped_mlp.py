@@ -322,9 +322,8 @@ def test_operator_with_some_tensors_frozen(name: str, trains: tuple[str, ...]) -
 
 
 @trained
-@pytest.mark.parametrize("name", ["swiglu", "clamped"])
-def test_compiled_with_some_tensors_frozen(name: str, trains: tuple[str, ...]) -> None:
-    check_compiled(Mlp(ACTIVATIONS[name], True, BF16, SMALL, trains=trains))
+def test_compiled_with_some_tensors_frozen(trains: tuple[str, ...]) -> None:
+    check_compiled(Mlp(ACTIVATIONS["clamped"], True, BF16, SMALL, trains=trains))
 
 
 @biases
