@@ -2,8 +2,9 @@
 
     python benchmarks/overhead.py
 
-call    microseconds of one call of a tiny compiled function: what our dispatch adds
-step    one training step of the demo model; the two are run in turn and compared round by round
+dispatch    microseconds of what Dynamo calls, against the plan that it runs: our choice of a plan alone
+call        microseconds of one call of a tiny compiled function, Dynamo and AOTAutograd included
+step        one training step of the demo model; the two are run in turn and compared round by round
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ sys.path[:0] = [str(ROOT / "examples"), str(ROOT), str(ROOT / "patterns")]
 
 from language_model import LanguageModel  # noqa: E402
 from record import record  # noqa: E402  (imports fxfuse: without an installation, that is what registers the backend)
+
+from fxfuse import dispatch  # noqa: E402
 
 BACKENDS = ("inductor", "fxfuse")
 
@@ -67,6 +70,31 @@ def call_table(rounds: int) -> list[dict[str, Any]]:
     ]
 
 
+def dispatch_table(rounds: int) -> list[dict[str, Any]]:
+    """The closure that chooses a plan around a plan that does next to nothing."""
+    before = set(dispatch._live)
+    x = torch.randn(8)
+    compiled_with("fxfuse", tiny_function)(x)
+    (made,) = set(dispatch._live) - before
+    plan = made.now.plan
+    assert plan is not None
+    kept, plan.run = plan.run, lambda *args: args
+    timers = {name: Timer("f(x)", globals={"f": f, "x": x}) for name, f in (("plan", plan.run), ("dispatch", made.callable()))}
+    us: dict[str, list[float]] = {name: [] for name in timers}
+    for _ in range(rounds):
+        for name, timer in timers.items():
+            us[name].append(timer.blocked_autorange(min_run_time=0.2).median * 1e6)
+    plan.run = kept
+    return [
+        {
+            "what": n,
+            "median us a call": statistics.median(t),
+            "added us": statistics.median(a - b for a, b in zip(t, us["plan"], strict=True)),
+        }
+        for n, t in us.items()
+    ]
+
+
 def new_model() -> LanguageModel:
     torch.manual_seed(0)
     return LanguageModel().to("cuda" if torch.cuda.is_available() else "cpu")
@@ -106,9 +134,11 @@ def step_table(rounds: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tables", nargs="*", default=["call", "step"], help="call, step (both)")
+    parser.add_argument("tables", nargs="*", default=["dispatch", "call", "step"], help="dispatch, call, step (all)")
     parser.add_argument("--rounds", type=int, default=40)
     args = parser.parse_args()
+    if "dispatch" in args.tables:
+        record("overhead_dispatch", "choosing the plan of a call, CPU", dispatch_table(max(4, args.rounds // 4)))
     if "call" in args.tables:
         record("overhead_call", "one call of a tiny function, CPU", call_table(max(4, args.rounds // 4)))
     if "step" in args.tables:

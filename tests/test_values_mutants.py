@@ -67,7 +67,7 @@ BODIES = [
     (VALUES, '("aten.silu_backward.default", ref(g), ref(x))', '("aten.silu_backward.default", ref(x), ref(g))'),
     (VALUES, "shape, dtype), self.factor(p))", "shape, dtype), 1.0)"),
     (VALUES, "return self.where(self.operand(mask, 0), b, a,", "return self.where(self.operand(mask, 0), a, b,"),
-    (VALUES, '(CONST, ("k", repr(float(k))), ("k", str(dtype)))', '(CONST, ("k", repr(float(k))))'),
+    (VALUES, '(CONST, ("k", repr(float(k))), ("k", f"dtype {dtype}"))', '(CONST, ("k", repr(float(k))))'),
     (VALUES, "(FULL, ref(c), dims, ", "(FULL, ref(c), "),
     (VALUES, "(PAD, ref(c), *place)", "(PAD, ref(c), *place[:2])"),
     (VALUES, '(CAT, ("l", tuple(ref(p) for p in parts)), ("i", str(dim)))', '(CAT, ("l", tuple(ref(p) for p in parts)))'),
