@@ -529,7 +529,7 @@ def test_transposed_experts_with_an_expanded_cotangent(fn: Callable[..., Tensor]
 
 @grouped
 def test_transposed_experts_of_shared_weights(fn: Callable[..., Tensor], biases: bool) -> None:
-    check_grouped(lambda x, *rest: fn(x, *rest) + fn(x * 0.5, *rest), grouped_inputs(biases=biases), 2)
+    check_grouped(lambda x, *rest: fn(x, *rest) + fn(x * 0.5, *rest), grouped_inputs(biases=biases), 2, tolerance=6e-2)
 
 
 def test_experts_of_one_weight_in_both_layouts() -> None:

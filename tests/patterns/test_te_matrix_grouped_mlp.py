@@ -172,7 +172,10 @@ def check(mlp: Mlp, function: str, call: Callable[..., Tensor] | None = None) ->
             assert g is None or (g.dtype, g.shape) == (w.dtype, w.shape)
     if mlp.dtype is not FP32:
         few = len(draws) * sum(mlp.splits) < 256  # the relative error of few numbers is a matter of luck
-        compare.assert_as_near_to_fp64(got, plain, truth, slack=SLACK[mlp.dtype] if few else 1e-6)
+        slack = SLACK[mlp.dtype] if few else 1e-6
+        if mlp.act.options.get("limit", 1.0) < 1.0:  # many values lie near it, and rounding moves some to the other side
+            slack = 3e-2
+        compare.assert_as_near_to_fp64(got, plain, truth, slack=slack)
         return
     for g, w, t in zip((*got.outputs, *got.grads), (*plain.outputs, *plain.grads), (*truth.outputs, *truth.grads), strict=True):
         if g is not None and w is not None and t is not None:
