@@ -13,14 +13,8 @@ from .dense import (
     matmul_add,
     matmul_scale,
 )
-from .grouped_mlp import (
-    Experts,
-    grouped_experts_backward,
-    grouped_experts_forward,
-    grouped_mlp,
-    grouped_mlp_backward,
-    grouped_mlp_forward,
-)
+from .grouped_experts import Experts, grouped_experts_backward, grouped_experts_forward
+from .grouped_mlp import grouped_mlp, grouped_mlp_backward, grouped_mlp_forward
 from .grouped_mm import grouped_linear
 
 __all__ = [

@@ -18,15 +18,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .activations import ACTIVATIONS, activation
+from .activations import ACTIVATIONS
 from .arguments import Check
-from .define import define, materialized, nothing
-from .grouped_mm import bias_gradient, grouped_mm, of_rows, used, weight_gradient, wide
+from .define import define, nothing
+from .grouped_experts import KIND, WEIGHTS, Experts, activate
+from .grouped_mm import bias_gradient, grouped_mm, used, weight_gradient, wide
 
 MAX_TERMS = 32
 """Up to how many experts a token their sum is written out."""
-LAYOUTS = ("concat", "interleaved", "separate", "plain")
-"""Gate and up: rows [gate; up] of one weight, its alternating rows, two weights; or no gate at all."""
 
 
 class Routing(NamedTuple):
@@ -60,210 +59,11 @@ def _inverse(order: Tensor) -> Tensor:
     return torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
 
 
-# ------------------------------------------------------------------------------------------------ activation
-
-
-def _halves(h: Tensor, u: Tensor | None, layout: str) -> tuple[Tensor, Tensor | None]:
-    if layout == "concat":
-        g, u = h.chunk(2, -1)
-        return g, u
-    return (h[..., ::2], h[..., 1::2]) if layout == "interleaved" else (h, u)
-
-
-def _activate(g: Tensor, u: Tensor | None, act: str, limit: float | None, alpha: float | None) -> Tensor:
-    if limit is not None:
-        g = g.clamp(max=limit)
-        u = u.clamp(-limit, limit) if u is not None else None
-    a = g * torch.sigmoid(alpha * g) if alpha is not None else activation(act).forward(g)
-    if u is None:
-        return a
-    return a * (u + 1) if alpha is not None else a * u
-
-
-def _activate_backward(
-    da: Tensor, g: Tensor, u: Tensor | None, act: str, limit: float | None, alpha: float | None
-) -> tuple[Tensor, Tensor | None]:
-    """Gradients with respect to g and u."""
-    inner, up = g, u
-    if limit is not None:
-        inner = g.clamp(max=limit)
-        up = u.clamp(-limit, limit) if u is not None else None
-    if alpha is not None:
-        s = torch.sigmoid(alpha * inner)
-        a = inner * s
-        factor = None if up is None else up + 1
-        dinner = (da if factor is None else da * factor) * (s + alpha * a * (1 - s))
-    else:
-        kind = activation(act)
-        a = kind.forward(inner)
-        dinner = kind.backward(da if up is None else da * up, a if kind.keeps_output else inner)
-    dup = None if up is None else da * a
-    if limit is not None:
-        dinner = torch.where(g <= limit, dinner, 0)
-        if u is not None and dup is not None:
-            dup = torch.where((u >= -limit) & (u <= limit), dup, 0)
-    return dinner, dup
-
-
-# ------------------------------------------------------------------------------------------------ experts
-
-
-class Experts(NamedTuple):
-    """The weights of all experts and what lies between their two linears."""
-
-    w_gate: Tensor
-    w_up: Tensor | None
-    w_down: Tensor
-    b_gate: Tensor | None
-    b_down: Tensor | None
-    act: str
-    layout: str
-    limit: float | None
-    alpha: float | None
-
-    def up(self, rows: Tensor, ends: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Before the activation: (S, 2 I) and None, or (S, I) twice where gate and up have a weight each."""
-        h = grouped_mm(rows, self.w_gate.transpose(1, 2), ends)
-        if self.b_gate is not None:
-            h = h + of_rows(self.b_gate, ends, h.shape[0])
-        return h, None if self.w_up is None else grouped_mm(rows, self.w_up.transpose(1, 2), ends)
-
-    def halves(self, h: Tensor, u: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Gate and up as they are computed with."""
-        g, up = _halves(h, u, self.layout)
-        return wide(g), None if up is None else wide(up)
-
-    def activated(self, h: Tensor, u: Tensor | None) -> Tensor:
-        """(S, I)."""
-        g, up = self.halves(h, u)
-        return _activate(g, up, self.act, self.limit, self.alpha).to(h.dtype)
-
-    def down(self, a: Tensor, ends: Tensor) -> Tensor:
-        """(S, H), without the bias."""
-        return grouped_mm(a, self.w_down.transpose(1, 2), ends)
-
-    def up_backward(
-        self, da: Tensor, h: Tensor, u: Tensor | None, rows: Tensor, ends: Tensor, mask: Sequence[bool]
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-        """Gradients of (rows, w_gate, w_up, b_gate) from that of the activation's output, for those in ``mask``."""
-        g, up = self.halves(h, u)
-        dg, du = _activate_backward(da, g, up, self.act, self.limit, self.alpha)
-        dg = dg.to(h.dtype)
-        du = None if du is None else du.to(h.dtype)
-        if self.layout == "concat":
-            assert du is not None  # a cat of expressions would compute each from scratch, with every load
-            dg, du = torch.cat([materialized(dg), materialized(du)], -1), None
-        elif self.layout == "interleaved":
-            assert du is not None
-            dg, du = torch.stack([dg, du], -1).flatten(-2), None
-        drows = None
-        if mask[0]:
-            drows = grouped_mm(dg, self.w_gate, ends)
-            if du is not None and self.w_up is not None:
-                drows = drows + grouped_mm(du, self.w_up, ends)
-        return (
-            drows,
-            weight_gradient(dg, rows, ends, self.w_gate) if mask[1] else None,
-            weight_gradient(du, rows, ends, self.w_up) if mask[2] and du is not None and self.w_up is not None else None,
-            bias_gradient(dg, ends) if mask[3] else None,
-        )
-
-
-# ------------------------------------------------------------------------------------------------ the experts alone
-
-_WEIGHTS = "Tensor w_gate, Tensor? w_up, Tensor w_down, Tensor? b_gate, Tensor? b_down"
-_KIND = "str act, str layout, float? limit, float? alpha"
-
-
-@define(f"grouped_experts(Tensor rows, Tensor ends, {_WEIGHTS}, {_KIND}, bool save) -> (Tensor, Tensor, Tensor)")
-def _grouped_experts(
-    rows: Tensor,
-    ends: Tensor,
-    w_gate: Tensor,
-    w_up: Tensor | None,
-    w_down: Tensor,
-    b_gate: Tensor | None,
-    b_down: Tensor | None,
-    act: str,
-    layout: str,
-    limit: float | None,
-    alpha: float | None,
-    save: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    experts = Experts(w_gate, w_up, w_down, b_gate, b_down, act, layout, limit, alpha)
-    h, u = experts.up(rows, ends)
-    y = experts.down(experts.activated(h, u), ends)
-    y = y if b_down is None else y + of_rows(b_down, ends, y.shape[0])
-    y = torch.where(used(ends, torch.arange(y.shape[0], device=y.device)), y, 0)
-    return (y, h, nothing(h) if u is None else u) if save else (y, nothing(h), nothing(h))
-
-
-@define(
-    f"grouped_experts_backward(Tensor grad, Tensor rows, Tensor ends, {_WEIGHTS}, Tensor? h, Tensor? u, {_KIND}, bool[] mask)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
-def _grouped_experts_backward(
-    grad: Tensor,
-    rows: Tensor,
-    ends: Tensor,
-    w_gate: Tensor,
-    w_up: Tensor | None,
-    w_down: Tensor,
-    b_gate: Tensor | None,
-    b_down: Tensor | None,
-    h: Tensor | None,
-    u: Tensor | None,
-    act: str,
-    layout: str,
-    limit: float | None,
-    alpha: float | None,
-    mask: list[bool],
-) -> tuple[Tensor, ...]:
-    need_rows, need_gate, need_up, need_down, need_b_gate, need_b_down = mask
-    experts = Experts(w_gate, w_up, w_down, b_gate, b_down, act, layout, limit, alpha)
-    inside = used(ends, torch.arange(rows.shape[0], device=rows.device))
-    if h is None:
-        h, u = experts.up(rows, ends)
-    found: list[Tensor | None] = [None] * 6
-    if need_down:
-        found[3] = weight_gradient(grad, experts.activated(h, u), ends, w_down)
-    if need_b_down:
-        found[5] = bias_gradient(grad, ends)
-    inner = (need_rows, need_gate, need_up, need_b_gate)
-    if any(inner):
-        da = torch.where(inside, wide(grouped_mm(grad, w_down, ends)), 0)
-        drows, found[1], found[2], found[4] = experts.up_backward(da, h, u, rows, ends, inner)
-        found[0] = None if drows is None else torch.where(inside, drows, 0)
-    return tuple(nothing(grad) if t is None else t for t in found)
-
-
-def grouped_experts_forward(
-    rows: Tensor, ends: Tensor, experts: Experts, *, save: bool, recompute: bool = False
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The forward of a fusion of the experts without routing: rows (S, H) sorted by expert to (S, H), and what is saved.
-
-    ``ends`` (E,) int32 holds the row after each expert's last one; rows past ``ends[-1]`` give zeros. With ``recompute``
-    nothing is saved.
-    """
-    y, h, u = torch.ops.fxfuse.grouped_experts(rows, ends, *experts, save)
-    if not save or recompute:
-        return y, ()
-    return y, (h,) if experts.w_up is None else (h, u)
-
-
-def grouped_experts_backward(
-    grad: Tensor, rows: Tensor, ends: Tensor, experts: Experts, saved: Sequence[Tensor], mask: Sequence[bool]
-) -> tuple[Tensor, ...]:
-    """Gradients of (rows, w_gate, w_up, w_down, b_gate, b_down) for those in ``mask``; the others are empty tensors."""
-    h, u = (*saved, None, None)[:2]
-    return torch.ops.fxfuse.grouped_experts_backward(grad, rows, ends, *experts[:5], h, u, *experts[5:], list(mask))
-
-
 # ------------------------------------------------------------------------------------------------ the whole block
 
 
 @define(
-    f"grouped_mlp(Tensor x, Tensor ids, Tensor? p, Tensor? ends, {_WEIGHTS}, {_KIND}, bool first, bool save)"
+    f"grouped_mlp(Tensor x, Tensor ids, Tensor? p, Tensor? ends, {WEIGHTS}, {KIND}, bool first, bool save)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 def _grouped_mlp(
@@ -318,8 +118,8 @@ def _combine(y: Tensor, p: Tensor | None, b: Tensor | None, ids: Tensor, places:
 
 
 @define(
-    f"grouped_mlp_backward(Tensor grad, Tensor x, Tensor ids, Tensor? p, {_WEIGHTS}, Tensor? h, Tensor? u, Tensor order, "
-    f"Tensor inverse, Tensor ends, {_KIND}, bool first, bool[] mask)"
+    f"grouped_mlp_backward(Tensor grad, Tensor x, Tensor ids, Tensor? p, {WEIGHTS}, Tensor? h, Tensor? u, Tensor order, "
+    f"Tensor inverse, Tensor ends, {KIND}, bool first, bool[] mask)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 def _grouped_mlp_backward(
@@ -358,18 +158,18 @@ def _grouped_mlp_backward(
     found: list[Tensor | None] = [None] * 7
     if need_down or (need_p and not first):
         g, up = experts.halves(h, u)
-        a = _activate(g, up, act, limit, alpha)
+        a = activate(g, up, act, limit, alpha)
     if need_b_down:
         found[6] = bias_gradient(dy if after is None else (wide(dy) * after).to(dy.dtype), ends)
     if need_down:
         assert a is not None
         found[4] = weight_gradient(dy, (a if after is None else a * after).to(h.dtype), ends, w_down)
     if need_x or need_gate or need_up or need_b_gate or need_p:
-        places = torch.arange(order.shape[0], device=order.device)
-        da = torch.where(used(ends, places), wide(grouped_mm(dy, w_down, ends)), 0)
+        inside = used(ends, torch.arange(order.shape[0], device=order.device))
+        da = torch.where(inside, wide(grouped_mm(dy, w_down, ends)), 0)
         if need_p and not first:
             assert a is not None and p is not None
-            dp = (da * torch.where(used(ends, places), a, 0)).sum(-1)
+            dp = (da * torch.where(inside, a, 0)).sum(-1)
             found[1] = dp[inverse].view(ids.shape)
             if b_down is not None:
                 lines = wide(b_down[ids.clamp(0, b_down.shape[0] - 1)])
@@ -384,7 +184,7 @@ def _grouped_mlp_backward(
             if drows is not None:
                 if first and need_p:
                     assert p is not None
-                    products = torch.where(used(ends, places), wide(drows) * wide(x[tokens]), 0)
+                    products = torch.where(inside, wide(drows) * wide(x[tokens]), 0)
                     found[1] = products.sum(-1)[inverse].view(ids.shape).to(p.dtype)
                 if need_x:
                     back = inverse.view(ids.shape).transpose(0, 1).contiguous()
