@@ -27,9 +27,9 @@ from fxfuse.spellings import _RULES
 
 PROGRAMS = 24
 PATIENCE = 6
+"""A mutant that takes so many times longer than the original does not end, and so counts as caught."""
 AGAIN = 0.5
 """CPU seconds after which a signal that was lost comes again."""
-"""A mutant that takes so many times longer than the original does not end, and so counts as caught."""
 
 WITHOUT_EFFECT = {
     ("size", "isinstance(x, torch.SymInt)", "False"): "a SymInt prints as its expression",
