@@ -1,0 +1,104 @@
+"""Activations and their derivatives in registers, for Hopper, as ``ops.activations`` and ``ops.grouped_experts`` define them.
+
+ACT is a name of ``ops.activations``; with ALPHA the activation is ``x sigmoid(ALPHA x)`` and one is added to u. LIMIT clamps g
+from above and u on both sides. All in fp32.
+"""
+
+from __future__ import annotations
+
+from .hopper import gl, gluon
+
+
+@gluon.jit
+def sigmoid(x):
+    return 1 / (1 + gl.exp2(x * -1.4426950408889634))
+
+
+@gluon.jit
+def value_and_slope(x, ACT: gl.constexpr, ALPHA: gl.constexpr):
+    # The activations of ops.activations, or x sigmoid(ALPHA x), in fp32.
+    if ALPHA is not None:
+        s = sigmoid(x * ALPHA)
+        value = x * s
+        slope = s + ALPHA * value * (1 - s)
+    elif ACT == "silu":
+        s = sigmoid(x)
+        value = x * s
+        slope = s + value * (1 - s)
+    elif ACT == "quick_gelu":
+        s = sigmoid(x * 1.702)
+        value = x * s
+        slope = s + 1.702 * value * (1 - s)
+    elif ACT == "gelu":
+        s = 0.5 + 0.5 * gl.erf(x * 0.7071067811865476)
+        value = x * s
+        slope = s + x * (gl.exp2(x * x * -0.7213475204444817) * 0.3989422804014327)
+    elif ACT == "gelu_tanh":  # (1 + tanh z) / 2 = sigmoid(2 z)
+        s = sigmoid(x * (1.5957691216057308 + 0.07135481282553147 * x * x))
+        value = x * s
+        slope = s + value * (1 - s) * (1.5957691216057308 + 0.2140644384765944 * x * x)
+    elif ACT == "relu":
+        value = gl.where(x < 0, 0.0, x)
+        slope = gl.where(x <= 0, 0.0, 1.0)
+    elif ACT == "relu2":
+        r = gl.where(x < 0, 0.0, x)
+        value = r * r
+        slope = 2 * r
+    elif ACT == "sigmoid":
+        value = sigmoid(x)
+        slope = value * (1 - value)
+    else:
+        gl.static_assert(ACT == "tanh")
+        square = x * x
+        series = x * (1 + square * (-0.3333333333333333 + square * 0.13333333333333333))
+        value = gl.where(square < 0.01, series, 2 * sigmoid(2 * x) - 1)
+        slope = 1 - value * value
+    return value, slope
+
+
+@gluon.jit
+def clamped(g, LIMIT: gl.constexpr):
+    if LIMIT is not None:
+        g = gl.where(g > LIMIT, LIMIT, g)
+    return g
+
+
+@gluon.jit
+def factor(u, LIMIT: gl.constexpr, ALPHA: gl.constexpr):
+    # What multiplies the gate's activation.
+    if LIMIT is not None:
+        u = gl.where(u > LIMIT, LIMIT, gl.where(u < -LIMIT, -LIMIT, u))
+    if ALPHA is not None:
+        u = u + 1
+    return u
+
+
+@gluon.jit
+def activated(g, ACT: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr):
+    value, _slope = value_and_slope(clamped(g, LIMIT), ACT, ALPHA)
+    return value
+
+
+@gluon.jit
+def gated(g, u, ACT: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr):
+    return activated(g, ACT, LIMIT, ALPHA) * factor(u, LIMIT, ALPHA)
+
+
+@gluon.jit
+def activated_backward(g, ACT: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr):
+    # The activation and da/dg.
+    value, slope = value_and_slope(clamped(g, LIMIT), ACT, ALPHA)
+    if LIMIT is not None:
+        slope = gl.where(g <= LIMIT, slope, 0.0)
+    return value, slope
+
+
+@gluon.jit
+def gated_backward(g, u, ACT: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr):
+    # The activation, da/dg and da/du.
+    value, slope = activated_backward(g, ACT, LIMIT, ALPHA)
+    times = factor(u, LIMIT, ALPHA)
+    upward = value
+    if LIMIT is not None:
+        upward = gl.where((u >= -LIMIT) & (u <= LIMIT), value, 0.0)
+    return value * times, slope * times, upward

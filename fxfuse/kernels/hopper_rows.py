@@ -1,0 +1,87 @@
+"""The mainloop of the Hopper kernels whose rows are those of A: loads, products, and what an epilogue reads by row or column."""
+
+from __future__ import annotations
+
+from .hopper import back, gl, gluon, mbarrier, step, take, tile_at, tma, warpgroup_mma, warpgroup_mma_wait
+
+
+@gluon.jit
+def mm_load(
+    a, b, b2, table, E, K, across, abuf, bbuf, full, empty, slot, told, heard,
+    S: gl.constexpr, BK: gl.constexpr, BN: gl.constexpr, TB: gl.constexpr, MODE: gl.constexpr,
+):  # fmt: skip
+    tiles = gl.load(table) * across
+    s = 0
+    phase = 0
+    j = 0
+    jphase = 0
+    t = gl.program_id(0)
+    while t < tiles:
+        e, row, _last, _end, n = tile_at(table, t, across, 0)
+        t = take(table + 1, slot, told, heard, j, jphase)
+        j, jphase = step(j, jphase, 2)
+        for k in range(0, gl.where(e < E, K, 0), BK):
+            f = full.index(s)
+            mbarrier.wait(empty.index(s), phase ^ 1)
+            mbarrier.expect(f, (128 + BN) * BK * 2)
+            tma.async_copy_global_to_shared(a, [row, k], f, abuf.index(2 * s))
+            tma.async_copy_global_to_shared(a, [row + 64, k], f, abuf.index(2 * s + 1))
+            if MODE == 2:
+                H: gl.constexpr = BN // 2
+                if TB:
+                    tma.async_copy_global_to_shared(b, [e, k, n * H], f, bbuf.index(s).slice(0, H, dim=2))
+                    tma.async_copy_global_to_shared(b2, [e, k, n * H], f, bbuf.index(s).slice(H, H, dim=2))
+                else:
+                    tma.async_copy_global_to_shared(b, [e, n * H, k], f, bbuf.index(s).slice(0, H, dim=1))
+                    tma.async_copy_global_to_shared(b2, [e, n * H, k], f, bbuf.index(s).slice(H, H, dim=1))
+            elif TB:
+                tma.async_copy_global_to_shared(b, [e, k, n * BN], f, bbuf.index(s))
+            else:
+                tma.async_copy_global_to_shared(b, [e, n * BN, k], f, bbuf.index(s))
+            s, phase = step(s, phase, S)
+
+
+@gluon.jit
+def products(
+    cid: gl.constexpr, depth, s, phase, abuf, bbuf, full, empty,
+    S: gl.constexpr, BK: gl.constexpr, BN: gl.constexpr, TB: gl.constexpr,
+):  # fmt: skip
+    # 64 rows times BN columns; a stage is given back when the product after it is under way.
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    acc = gl.zeros([64, BN], gl.float32, L)
+    for k in range(0, depth, BK):
+        mbarrier.wait(full.index(s), phase)
+        b = bbuf.index(s).reshape([BK, BN]) if TB else bbuf.index(s).reshape([BN, BK]).permute((1, 0))
+        acc = warpgroup_mma(abuf.index(2 * s + cid), b, acc, use_acc=k > 0, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=[acc])
+        mbarrier.arrive(empty.index(back(s, S)), count=1, pred=k > 0)
+        s, phase = step(s, phase, S)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    mbarrier.arrive(empty.index(back(s, S)), count=1, pred=depth > 0)
+    return acc, s, phase
+
+
+@gluon.jit
+def skip(depth, s, phase, full, empty, S: gl.constexpr, BK: gl.constexpr):
+    # This consumer's 64 rows lie past the group's end.
+    for _k in range(0, depth, BK):
+        mbarrier.wait(full.index(s), phase)
+        mbarrier.arrive(empty.index(s), count=1)
+        s, phase = step(s, phase, S)
+    return s, phase
+
+
+@gluon.jit
+def of_columns(line, column, columns, live, like):
+    # A piece of a row vector as wide as `like`, zero outside of it.
+    SHAPE: gl.constexpr = like.shape
+    i = column + gl.arange(0, SHAPE[1], layout=gl.SliceLayout(0, like.type.layout))
+    return gl.load(line + i, mask=(i < columns) & live, other=0.0).to(gl.float32)[None, :]
+
+
+@gluon.jit
+def of_rows(column, row, end, like, other: gl.constexpr):
+    # A piece of a column vector as high as `like`.
+    SHAPE: gl.constexpr = like.shape
+    i = row + gl.arange(0, SHAPE[0], layout=gl.SliceLayout(1, like.type.layout))
+    return gl.load(column + i, mask=i < end, other=other).to(gl.float32)[:, None]

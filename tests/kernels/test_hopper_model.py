@@ -1,0 +1,225 @@
+"""The Hopper kernels' source and their launcher on a model of the machine: addresses, tails, phases, and what is computed."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+sys.path.append(str(Path(__file__).parent))
+
+import gluon_model
+
+from fxfuse.kernels import hopper_launch as launch
+from fxfuse.kernels import reference
+
+ROOT = Path(__file__).parents[2]
+BF16 = torch.bfloat16
+ROWS: dict[str, list[int]] = {
+    "balanced": [70, 70, 70, 70],
+    "skewed": [1, 200, 0, 64, 129],
+    "tail": [3, 0, 65, 0],
+    "one": [0, 0, 257],
+    "none": [0, 0, 0],
+}
+"""Rows of each expert; "tail" and "none" leave rows that belong to nobody."""
+
+
+def tile_list(ends: list[int], rows: int) -> list[list[int]]:
+    """What ``hopper_tiles.fill`` writes: the head, then a record a tile."""
+    bounds = [0, *ends, rows]
+    counts = [max(end - start + 127, 0) // 128 for start, end in itertools.pairwise(bounds)]
+    found, first = [], 0
+    for group, count in enumerate(counts):
+        found += [[group, first, count, bounds[group], bounds[group + 1], -1, -1, -1]] * count
+        first += count
+    return [[first, 0, -1, -1, -1, -1, -1, -1], *found]
+
+
+class Fill:
+    def __getitem__(self, grid: tuple[int]) -> Any:
+        def fill(ends: Tensor, table: Tensor, rows: int, experts: int, groups: int, height: int, chunk: int) -> None:
+            assert grid == (experts + 1,) and groups > experts and height == 128
+            records = torch.tensor(tile_list(ends.tolist(), rows), dtype=torch.int32)
+            table[: len(records)] = records
+
+        return fill
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Any:
+    return gluon_model.loaded(ROOT / "fxfuse" / "kernels")
+
+
+@pytest.fixture(params=[0, 1])
+def machine(request: pytest.FixtureRequest, kernels: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[gluon_model.Machine]:
+    pytest.importorskip("triton")
+    from fxfuse.kernels import hopper_tiles
+
+    with gluon_model.running(request.param) as machine:
+
+        def poisoned(shape: Any, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+            made = torch.empty(shape, dtype=dtype or like.dtype)
+            made.fill_(float("nan") if made.is_floating_point() else -1)
+            machine.known(made)
+            return made
+
+        monkeypatch.setattr(launch, "_kernels", lambda: kernels)
+        monkeypatch.setattr(launch, "_processors", lambda device: 3)
+        monkeypatch.setattr(launch, "_empty", poisoned)
+        monkeypatch.setattr(hopper_tiles, "fill", Fill())
+        yield machine
+
+
+class Case:
+    """Sorted rows and weights; rows of nobody hold NaN."""
+
+    def __init__(self, machine: gluon_model.Machine, rows: str, extra: int = 0, dtype: torch.dtype = BF16) -> None:
+        torch.manual_seed(0)
+        counts = ROWS[rows]
+        self.machine, self.dtype = machine, dtype
+        self.ends = torch.tensor(counts).cumsum(0).to(torch.int32)
+        self.used, self.experts = sum(counts), len(counts)
+        self.rows = self.used + (70 if rows in ("tail", "none") else 0) + extra
+
+    def matrix(self, columns: int, scale: float = 1.0) -> Tensor:
+        t = (torch.randn(self.rows, columns) * scale).to(self.dtype)
+        t[self.used :] = float("nan")
+        self.machine.known(t)
+        return t
+
+    def weight(self, n: int, k: int, transposed: bool = False) -> Tensor:
+        """(E, n, k), stored with n contiguous if ``transposed``."""
+        t = torch.randn(self.experts, *((k, n) if transposed else (n, k))).to(self.dtype) * k**-0.5
+        self.machine.known(t)
+        return t.transpose(1, 2) if transposed else t
+
+    def clean(self, t: Tensor) -> Tensor:
+        """In fp64, nobody's rows zero: what the reference is given."""
+        t = t.double()
+        return torch.where((torch.arange(self.rows) < self.used).view(-1, *[1] * (t.dim() - 1)), t, 0)
+
+
+def assert_close(got: Tensor, true: Tensor, tolerance: float = 2**-7) -> None:
+    assert got.shape == true.shape
+    assert torch.isfinite(got).all()
+    scale = true.abs().max().item() or 1.0
+    assert (got.double() - true).abs().max().item() <= tolerance * scale
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(("n", "k", "stored_transposed"), [(40, 200, False), (264, 72, True), (520, 320, False)])
+def test_matmul(machine: gluon_model.Machine, rows: str, n: int, k: int, stored_transposed: bool) -> None:
+    case = Case(machine, rows)
+    a, w = case.matrix(k), case.weight(n, k, stored_transposed)
+    true = reference.matmul(case.clean(a), w.double(), case.ends, transposed=True)
+    assert_close(launch.matmul(a, w, case.ends, transposed=True), true)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_matmul_of_either_order_with_bias_and_scale(machine: gluon_model.Machine, transposed: bool) -> None:
+    case = Case(machine, "tail", dtype=torch.float16)
+    a, w, bias = case.matrix(72), case.weight(136, 72), torch.randn(case.experts, 136)
+    scale = torch.rand(case.rows)
+    scale[case.used :] = float("nan")
+    given = w if transposed else w.transpose(1, 2)
+    got = launch.matmul(a, given, case.ends, transposed=transposed, bias=bias, scale=scale)
+    true = reference.matmul(case.clean(a), given.double(), case.ends, transposed=transposed, bias=bias.double())
+    assert_close(got, true * case.clean(scale).unsqueeze(1), 2**-9)
+
+
+LAYOUTS = ["concat", "separate", "interleaved", "plain"]
+
+
+def weights(case: Case, layout: str, inner: int, width: int, transposed: bool) -> tuple[Tensor, Tensor | None]:
+    w = case.weight(2 * inner if layout in ("concat", "interleaved") else inner, width, transposed)
+    return w, case.weight(inner, width, transposed) if layout == "separate" else None
+
+
+@pytest.mark.parametrize("save", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("rows", "inner", "transposed"), [("skewed", 136, False), ("tail", 40, True), ("one", 264, False)])
+def test_up(machine: gluon_model.Machine, rows: str, inner: int, transposed: bool, layout: str, save: bool) -> None:
+    case = Case(machine, rows)
+    x, (w, w_up) = case.matrix(136), weights(case, layout, inner, 136, transposed)
+    options = ("silu", layout, None, None, save)
+    a, h, u = launch.up(x, None, w, w_up, None, case.ends, *options)
+    true = reference.up(case.clean(x), None, w.double(), None if w_up is None else w_up.double(), None, case.ends, *options)
+    for got, exact in zip((a, h, u), true, strict=True):
+        assert_close(got, exact) if exact.numel() else None
+        assert got.shape == exact.shape
+
+
+@pytest.mark.parametrize("layout", ["concat", "interleaved", "plain"])
+def test_up_of_gathered_rows_with_bias_and_clamps(machine: gluon_model.Machine, layout: str) -> None:
+    case = Case(machine, "skewed", extra=9)
+    x = torch.randn(60, 72).to(BF16)
+    machine.known(x)
+    gather = torch.randint(60, (case.rows,))
+    monitored = launch.torch.Tensor.index_select
+    w, _ = weights(case, layout, 136, 72, True)
+    bias = torch.randn(case.experts, w.shape[1])
+    options = ("sigmoid", layout, None, None, True) if layout == "plain" else ("silu", layout, 0.5, 1.702, True)
+
+    def known(self: Tensor, dim: int, index: Tensor) -> Tensor:
+        rows = monitored(self, dim, index)
+        machine.known(rows)
+        return rows
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "index_select", known)
+        a, h, _ = launch.up(x, gather, w, None, bias, case.ends, *options)
+    true = reference.up(x.double(), gather, w.double(), None, bias.double(), case.ends, *options)
+    assert_close(a, true[0])
+    assert_close(h, true[1])
+
+
+@pytest.mark.parametrize("routed", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("rows", "inner", "transposed"), [("skewed", 136, False), ("tail", 40, True), ("one", 264, True), ("none", 72, False)]
+)
+def test_dh(machine: gluon_model.Machine, rows: str, inner: int, transposed: bool, layout: str, routed: bool) -> None:
+    case = Case(machine, rows)
+    grad, w_down = case.matrix(200), case.weight(200, inner, transposed)
+    double = layout in ("concat", "interleaved")
+    h, u = case.matrix(2 * inner if double else inner), case.matrix(inner) if layout == "separate" else None
+    p = torch.rand(case.rows) if routed else None
+    if p is not None:
+        p[case.used :] = float("nan")
+    options = ("sigmoid", layout, None, None) if layout == "plain" else ("silu", layout, 1.0, 1.702)
+    got = launch.dh(grad, None, w_down, p, h, u, case.ends, *options)
+    true = reference.dh(
+        case.clean(grad), None, w_down.double(), None if p is None else case.clean(p), case.clean(h),
+        None if u is None else case.clean(u), case.ends, *options,
+    )  # fmt: skip
+    for name, mine, exact in zip(("dh", "du", "dp", "a"), got, true, strict=True):
+        assert mine.shape == exact.shape, name
+        assert_close(mine, exact, 2**-20 if name == "dp" else 2**-7) if exact.numel() else None
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(("n", "m"), [(40, 72), (136, 520), (200, 264)])
+def test_wgrad(machine: gluon_model.Machine, rows: str, n: int, m: int) -> None:
+    case = Case(machine, rows)
+    d, x = case.matrix(n), case.matrix(m)
+    true = reference.wgrad(case.clean(d), case.clean(x), None, None, case.ends)
+    assert_close(launch.wgrad(d, x, None, None, case.ends), true)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_wgrad_is_added_to_a_buffer(machine: gluon_model.Machine, dtype: torch.dtype) -> None:
+    case = Case(machine, "skewed")
+    d, x = case.matrix(136), case.matrix(328)
+    before = torch.randn(case.experts, 136, 328).to(dtype)
+    into = before.clone()
+    machine.known(into)
+    true = before.double() + reference.wgrad(case.clean(d), case.clean(x), None, None, case.ends)
+    assert launch.wgrad(d, x, None, None, case.ends, into=into) is into
+    assert_close(into, true, 2**-7 if dtype is BF16 else 2**-20)
