@@ -61,14 +61,15 @@ def test_wheel_metadata(wheel: zipfile.ZipFile) -> None:
 # ------------------------------------------------------------------------------------------------ who imports whom
 
 LAYERS = [
-    "errors report naming faults source values ops changes shadow",
-    "recipe",
+    "errors report naming faults source values changes shadow",
+    "recipe fp8_recipes",
+    "ops kernels",
     "compat",
     "config experts spellings samples display pattern",
     "registry page trace doctor deferred checkout",
     "fusion settings",
     "verification match region nearmiss",
-    "prove splice measure window",
+    "prove splice measure window amax",
     "rewrite",
     "choose",
     "capture",

@@ -1,0 +1,61 @@
+"""The gradient of a bias: for each expert the sum of its rows."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import on, rows_contiguous
+
+ROWS, COLUMNS = 64, 64
+
+
+@triton.jit
+def bias_kernel(
+    d,
+    weights,
+    gather,
+    ends,
+    out,
+    S,
+    N,
+    stride_d,
+    TM: tl.constexpr,
+    TN: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    GATHER: tl.constexpr,
+):
+    expert = tl.program_id(0)
+    n = tl.program_id(1) * TN + tl.arange(0, TN)
+    start = tl.minimum(tl.load(ends + expert - 1, mask=expert > 0, other=0), S)
+    end = tl.minimum(tl.load(ends + expert), S)
+    total = tl.zeros((TM, TN), tl.float32)
+    for first in tl.range(start, end, TM):
+        row = (first + tl.arange(0, TM)).to(tl.int64)
+        inside = row < end
+        line = row
+        if GATHER:
+            line = tl.load(gather + row, mask=inside, other=0).to(tl.int64)
+        block = tl.load(d + line[:, None] * stride_d + n[None, :], mask=inside[:, None] & (n < N)[None, :], other=0.0)
+        if WEIGHTS:
+            total += block.to(tl.float32) * tl.load(weights + row, mask=inside, other=0.0)[:, None]
+        else:
+            total += block.to(tl.float32)
+    at = out + expert.to(tl.int64) * N + n
+    tl.store(at, tl.sum(total, 0).to(out.dtype.element_ty), mask=n < N)
+
+
+def bias_gradient(d: Tensor, ends: Tensor, weights: Tensor | None = None, gather: Tensor | None = None) -> Tensor:
+    """As ``reference.bias_gradient``."""
+    out = d.new_empty(ends.shape[0], d.shape[1])
+    if out.numel() == 0:
+        return out
+    rows = d.shape[0] if gather is None else gather.shape[0]
+    d = rows_contiguous(d)
+    with on(d.device):
+        bias_kernel[(ends.shape[0], triton.cdiv(d.shape[1], COLUMNS))](
+            d, weights, gather, ends, out, rows, d.shape[1], d.stride(0),
+            TM=ROWS, TN=COLUMNS, WEIGHTS=weights is not None, GATHER=gather is not None, num_warps=4,
+        )  # fmt: skip
+    return out

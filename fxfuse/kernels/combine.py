@@ -1,0 +1,73 @@
+"""Each token's weighted sum over the rows of its experts: read once, summed in fp32, written once."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import on, rows_contiguous
+
+COLUMNS = 1024
+
+
+@triton.jit
+def combine_kernel(
+    y,
+    p,
+    bias,
+    ids,
+    inverse,
+    ends,
+    out,
+    H,
+    E,
+    K,
+    stride_y,
+    stride_p_t,
+    stride_p_k,
+    stride_ids_t,
+    stride_ids_k,
+    stride_bias,
+    TN: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    BIAS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * TN + tl.arange(0, TN)
+    used = tl.load(ends + E - 1)
+    total = tl.zeros((TN,), tl.float32)
+    for k in tl.range(0, K):
+        place = tl.load(inverse + token * K + k).to(tl.int64)
+        mask = (n < H) & (place < used)
+        row = tl.load(y + place * stride_y + n, mask=mask, other=0.0).to(tl.float32)
+        if BIAS:
+            expert = tl.load(ids + token * stride_ids_t + k * stride_ids_k).to(tl.int64)
+            expert = tl.minimum(tl.maximum(expert, 0), E - 1)
+            row += tl.load(bias + expert * stride_bias + n, mask=mask, other=0.0).to(tl.float32)
+        if WEIGHTS:
+            weight = tl.load(p + token * stride_p_t + k * stride_p_k).to(tl.float32)
+            row = tl.where(place < used, row * weight, 0.0)
+        total += row
+    tl.store(out + token * H + n, total.to(out.dtype.element_ty), mask=n < H)
+
+
+def combine(
+    y: Tensor, p: Tensor | None, b_down: Tensor | None, ids: Tensor, inverse: Tensor, ends: Tensor, like: Tensor
+) -> Tensor:
+    """As ``reference.combine``."""
+    (tokens, chosen), width = ids.shape, y.shape[1]
+    out = torch.empty(tokens, width, dtype=like.dtype, device=y.device)
+    if out.numel() == 0:
+        return out
+    y, inverse = rows_contiguous(y), inverse.contiguous()
+    b_down = None if b_down is None else rows_contiguous(b_down)
+    columns = min(COLUMNS, triton.next_power_of_2(width))
+    with on(y.device):
+        combine_kernel[(tokens, triton.cdiv(width, columns))](
+            y, p, b_down, ids, inverse, ends, out, width, ends.shape[0], chosen,
+            y.stride(0), *((0, 0) if p is None else p.stride()), *ids.stride(), 0 if b_down is None else b_down.stride(0),
+            TN=columns, WEIGHTS=p is not None, BIAS=b_down is not None, num_warps=4 if columns > 256 else 1,
+        )  # fmt: skip
+    return out

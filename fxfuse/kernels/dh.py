@@ -1,0 +1,230 @@
+"""Back through the second linear and the activation in one pass: the gradient of h, of the router weights, and ``p a``."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .activations import differentiated
+from .launch import MANY, Config, Table, chosen, experts_block, on, precision, row_tiles, rows_contiguous, widened
+from .tiles import grouped_order, in_halves, product, rows_of_tile
+from .up import FORMS
+
+FEW = ((16, Config(16, 64, 128, 4, 3)), (32, Config(32, 64, 64, 4, 4)), (64, Config(64, 64, 64, 4, 4)))
+CONFIGS: Table = {
+    (8, 2): (*FEW, (MANY, Config(128, 128, 64, 8, 4))),
+    (8, 4): ((16, Config(16, 32, 32, 4, 3)), (MANY, Config(64, 64, 32, 8, 3))),
+}
+
+
+@triton.jit
+def _epilogue(
+    da,
+    weight,
+    line,
+    row,
+    end,
+    column,
+    h,
+    u,
+    dh,
+    du,
+    scaled,
+    N,
+    stride_h,
+    limit,
+    alpha,
+    TM: tl.constexpr,
+    TN: tl.constexpr,
+    FORM: tl.constexpr,
+    ACT: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+):
+    """TN columns from ``column`` on: reads h, writes all gradients; rows [TM] summed over ``da * a``."""
+    place = column + tl.arange(0, TN)
+    mask = (row < end)[:, None] & (place < N)[None, :]
+    dtype = dh.dtype.element_ty
+    if FORM == 1:
+        wide = 2 * column + tl.arange(0, 2 * TN)
+        wide_mask = (row < end)[:, None] & (wide < 2 * N)[None, :]
+        pairs = tl.load(h + line[:, None] * stride_h + wide[None, :], mask=wide_mask, other=0.0)
+        g, v = tl.split(tl.reshape(pairs, (TM, TN, 2)))
+    else:
+        at = line[:, None] * stride_h + place[None, :]
+        g = tl.load(h + at, mask=mask, other=0.0)
+        v = g
+        if FORM == 2:
+            v = tl.load(u + at, mask=mask, other=0.0)
+    a, dg, dv = differentiated(
+        da, weight[:, None], g.to(tl.float32), v.to(tl.float32), limit, alpha, ACT, FORM != 0, LIMIT, ALPHA
+    )
+    if FORM == 1:
+        both = tl.reshape(tl.join(dg.to(dtype), dv.to(dtype)), (TM, 2 * TN))
+        tl.store(dh + row[:, None] * stride_h + wide[None, :], both, mask=wide_mask)
+    else:
+        at = row[:, None] * stride_h + place[None, :]
+        tl.store(dh + at, dg.to(dtype), mask=mask)
+        if FORM == 2:
+            tl.store(du + at, dv.to(dtype), mask=mask)
+    tl.store(scaled + row[:, None] * N + place[None, :], (a * weight[:, None]).to(dtype), mask=mask)
+    return tl.sum(tl.where(mask, da * a, 0.0), 1)
+
+
+@triton.jit
+def dh_kernel(
+    grad,
+    gather,
+    w,
+    p,
+    h,
+    u,
+    ends,
+    dh,
+    du,
+    dp,
+    scaled,
+    S,
+    N,
+    K,
+    E,
+    tiles_m,
+    limit,
+    alpha,
+    stride_grad,
+    stride_e,
+    stride_n,
+    stride_k,
+    stride_h,
+    TM: tl.constexpr,
+    TN: tl.constexpr,
+    TK: tl.constexpr,
+    GROUP: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    INNER: tl.constexpr,
+    WHOLE: tl.constexpr,
+    GATHER: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    FORM: tl.constexpr,
+    ACT: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    SLICES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    m, n = grouped_order(tiles_m, tl.cdiv(N, TN), GROUP)
+    expert, start, end = rows_of_tile(m, ends, S, E, EXPERTS, TM)
+    if start >= end:
+        return
+    dtype = dh.dtype.element_ty
+    row = start.to(tl.int64) + tl.arange(0, TM)
+    column = n * TN + tl.arange(0, TN)
+    sums = dp + n.to(tl.int64) * S + row
+    if expert == E:
+        mask = (row < end)[:, None] & (column < N)[None, :]
+        zero = tl.zeros((TM, TN), dtype)
+        tl.store(scaled + row[:, None] * N + column[None, :], zero, mask=mask)
+        tl.store(sums, tl.zeros((TM,), tl.float32), mask=row < end)
+        if FORM == 1:
+            wide = n * 2 * TN + tl.arange(0, 2 * TN)
+            at = dh + row[:, None] * stride_h + wide[None, :]
+            tl.store(at, tl.zeros((TM, 2 * TN), dtype), mask=(row < end)[:, None] & (wide < 2 * N)[None, :])
+        else:
+            at = row[:, None] * stride_h + column[None, :]
+            tl.store(dh + at, zero, mask=mask)
+            if FORM == 2:
+                tl.store(du + at, zero, mask=mask)
+        return
+    line = tl.minimum(row, end - 1)
+    source = line
+    if GATHER:
+        source = tl.load(gather + line).to(tl.int64)
+    w += expert.to(tl.int64) * stride_e
+    da, _ = product(
+        grad, source, stride_grad, w, w, column, N, K, stride_n, stride_k, stride_n, stride_k,
+        TM, TN, TK, INNER, WHOLE, False, PRECISION, WIDEN,
+    )  # fmt: skip
+    weight = tl.full((TM,), 1.0, tl.float32)
+    if WEIGHTS:
+        weight = tl.load(p + line)
+    first = n * TN
+    # In one piece the epilogue's operands do not fit into registers beside the accumulator.
+    if SLICES == 1:
+        found = _epilogue(
+            da, weight, line, row, end, first, h, u, dh, du, scaled, N, stride_h, limit, alpha,
+            TM, TN, FORM, ACT, LIMIT, ALPHA,
+        )  # fmt: skip
+    else:
+        left, right = in_halves(da, TM, TN)
+        if SLICES == 2:
+            found = _epilogue(
+                left, weight, line, row, end, first, h, u, dh, du, scaled, N, stride_h, limit, alpha,
+                TM, TN // 2, FORM, ACT, LIMIT, ALPHA,
+            )  # fmt: skip
+            found += _epilogue(
+                right, weight, line, row, end, first + TN // 2, h, u, dh, du, scaled, N, stride_h, limit, alpha,
+                TM, TN // 2, FORM, ACT, LIMIT, ALPHA,
+            )  # fmt: skip
+        else:
+            found = tl.zeros((TM,), tl.float32)
+            for half in tl.static_range(2):
+                a, b = in_halves(left if half == 0 else right, TM, TN // 2)
+                at = first + half * (TN // 2)
+                found += _epilogue(
+                    a, weight, line, row, end, at, h, u, dh, du, scaled, N, stride_h, limit, alpha,
+                    TM, TN // 4, FORM, ACT, LIMIT, ALPHA,
+                )  # fmt: skip
+                found += _epilogue(
+                    b, weight, line, row, end, at + TN // 4, h, u, dh, du, scaled, N, stride_h, limit, alpha,
+                    TM, TN // 4, FORM, ACT, LIMIT, ALPHA,
+                )  # fmt: skip
+    tl.store(sums, found, mask=row < end)
+
+
+def slices(columns: int) -> int:
+    """Into how many pieces the epilogue of a tile is cut."""
+    return max(1, columns // 32)
+
+
+def dh(
+    grad: Tensor,
+    gather: Tensor | None,
+    w_down: Tensor,
+    p: Tensor | None,
+    h: Tensor,
+    u: Tensor | None,
+    ends: Tensor,
+    act: str,
+    layout: str,
+    limit: float | None,
+    alpha: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As ``reference.dh``."""
+    form, rows = FORMS[layout], h.shape[0]
+    experts, inner, half = w_down.shape
+    grad, h = rows_contiguous(grad), h.contiguous()
+    nothing = grad.new_empty(0)
+    out, scaled = h.new_empty(h.shape), grad.new_empty(rows, half)
+    out_up = nothing if u is None else u.new_empty(u.shape)
+    if rows == 0 or half == 0:
+        return out, out_up, h.new_zeros(rows, dtype=torch.float32), scaled
+    up_half, d_other = (h, out) if u is None else (u.contiguous(), out_up)
+    if layout == "concat":
+        up_half, d_other = h[:, half:], out[:, half:]
+    c = chosen(CONFIGS, grad, rows, experts)
+    tiles, tiles_n = row_tiles(rows, experts, c.m), triton.cdiv(half, c.n)
+    sums = h.new_empty(tiles_n, rows, dtype=torch.float32)
+    w = w_down.transpose(1, 2)
+    with on(grad.device):
+        dh_kernel[(tiles * tiles_n,)](
+            grad, gather, w, p, h, up_half, ends, out, d_other, sums, scaled, rows, half, inner, experts, tiles,
+            limit or 0.0, alpha or 0.0, grad.stride(0), *w.stride(), h.shape[1],
+            TM=c.m, TN=c.n, TK=c.k, GROUP=c.group, EXPERTS=experts_block(experts),
+            INNER=w.stride(2) == 1, WHOLE=inner % c.k == 0, GATHER=gather is not None, WEIGHTS=p is not None, FORM=form,
+            ACT=act, LIMIT=limit is not None, ALPHA=alpha is not None, SLICES=slices(c.n),
+            PRECISION=precision(grad.dtype), WIDEN=widened(grad.dtype), num_warps=c.warps, num_stages=c.stages,
+        )  # fmt: skip
+    return out, out_up, sums[0] if tiles_n == 1 else sums.sum(0), scaled

@@ -1,0 +1,85 @@
+"""Host side of every launch: which configuration, on which device, with which precision."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """One way to launch a kernel: its tile, warps and pipeline stages."""
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+    group: int = 8
+    """Row tiles that share the columns of a weight before the next columns come."""
+
+    def fitting(self, element_bytes: int, products: int, limit: int) -> Config:
+        """With as many stages as the operands of ``products`` products of a tile leave room for."""
+        stage = (self.m + products * self.n) * self.k * element_bytes
+        return dataclasses.replace(self, stages=max(1, min(self.stages, limit // stage)))
+
+
+Table = dict[tuple[int, int], tuple[tuple[int, Config], ...]]
+"""By (compute capability, element size), then (up to so many rows an expert, configuration), rising; the last is for all beyond.
+
+A GPU takes the newest capability that is not newer than its own."""
+MANY = 1 << 62
+NEWEST = 9
+
+
+def chosen(table: Table, like: Tensor, rows: int, experts: int, products: int = 1) -> Config:
+    """The configuration for these operands, by the mean number of rows an expert."""
+    capability, shared = _machine(like.device)
+    size, mean = like.element_size(), rows / max(experts, 1)
+    lines = next(table[c, size] for c in range(capability, 0, -1) if (c, size) in table)
+    return next(c for limit, c in lines if mean <= limit).fitting(size, products, shared)
+
+
+@functools.lru_cache
+def _machine(device: torch.device) -> tuple[int, int]:
+    """Compute capability, and the bytes of shared memory that one block may use."""
+    if device.type != "cuda":
+        return NEWEST, MANY
+    properties = torch.cuda.get_device_properties(device)
+    return properties.major, properties.shared_memory_per_block_optin
+
+
+def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Launches go to this device, whatever the current one is."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def precision(dtype: torch.dtype) -> str:
+    """How fp32 operands are multiplied: exactly, unless torch's matmul precision allows TF32."""
+    return "tf32" if dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest" else "ieee"
+
+
+def widened(dtype: torch.dtype) -> bool:
+    """Whether operands are converted before they are multiplied: Triton's interpreter multiplies the bits of bf16."""
+    return dtype is torch.bfloat16 and triton.knobs.runtime.interpret
+
+
+def rows_contiguous(t: Tensor) -> Tensor:
+    """``t`` with neighbours along its last dimension, copied if need be."""
+    return t if t.stride(-1) == 1 or t.shape[-1] <= 1 else t.contiguous()
+
+
+def experts_block(experts: int) -> int:
+    """A power of two above the number of experts: one more group holds the rows of no expert."""
+    return triton.next_power_of_2(experts + 1)
+
+
+def row_tiles(rows: int, experts: int, m: int) -> int:
+    """An upper bound of the tiles that ``tiles.rows_of_tile`` numbers."""
+    return rows // m + min(experts + 1, rows)

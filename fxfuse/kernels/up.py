@@ -1,0 +1,158 @@
+"""The first linear of the experts with its activation: rows gathered from the tokens, gate and up in one pass over them."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .activations import activated
+from .launch import MANY, Config, Table, chosen, experts_block, on, precision, row_tiles, rows_contiguous, widened
+from .tiles import grouped_order, product, rows_of_tile
+
+FEW = ((16, Config(16, 64, 128, 4, 3)), (32, Config(32, 64, 64, 4, 4)), (64, Config(64, 64, 64, 4, 4)))
+CONFIGS: Table = {
+    (9, 2): (*FEW, (MANY, Config(128, 128, 64, 8, 4))),
+    (8, 2): (*FEW, (MANY, Config(128, 64, 64, 8, 4))),
+    (8, 4): ((16, Config(16, 32, 32, 4, 3)), (MANY, Config(64, 64, 32, 8, 3))),
+}
+"""The tile's columns are those of a; gate and up take as many each."""
+PLAIN, PAIRS, HALVES = 0, 1, 2
+"""One linear; alternating rows of one; two, each with a pointer of its own."""
+FORMS = {"plain": PLAIN, "interleaved": PAIRS, "concat": HALVES, "separate": HALVES}
+
+
+@triton.jit
+def up_kernel(
+    x,
+    gather,
+    w,
+    w_up,
+    bias,
+    bias_up,
+    ends,
+    a,
+    h,
+    u,
+    S,
+    N,
+    K,
+    E,
+    tiles_m,
+    limit,
+    alpha,
+    stride_x,
+    stride_e,
+    stride_n,
+    stride_k,
+    up_e,
+    up_n,
+    up_k,
+    stride_bias,
+    stride_h,
+    TM: tl.constexpr,
+    TN: tl.constexpr,
+    TK: tl.constexpr,
+    GROUP: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    INNER: tl.constexpr,
+    WHOLE: tl.constexpr,
+    GATHER: tl.constexpr,
+    FORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    SAVE: tl.constexpr,
+    ACT: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    m, n = grouped_order(tiles_m, tl.cdiv(N, TN), GROUP)
+    expert, start, end = rows_of_tile(m, ends, S, E, EXPERTS, TM)
+    if start >= end:
+        return
+    dtype = a.dtype.element_ty
+    row = start.to(tl.int64) + tl.arange(0, TM)
+    column = n * TN + tl.arange(0, TN)
+    mask = (row < end)[:, None] & (column < N)[None, :]
+    WIDTH: tl.constexpr = 2 * TN if FORM == 1 else TN  # of what one product gives
+    wide = n * WIDTH + tl.arange(0, WIDTH)
+    columns = 2 * N if FORM == 1 else N
+    wide_mask = (row < end)[:, None] & (wide < columns)[None, :]
+    at_h = h + row[:, None] * stride_h + wide[None, :]
+    at_u = u + row[:, None] * stride_h + wide[None, :]
+    at_a = a + row[:, None] * N + column[None, :]
+    if expert == E:
+        tl.store(at_a, tl.zeros((TM, TN), dtype), mask=mask)
+        if SAVE:
+            tl.store(at_h, tl.zeros((TM, WIDTH), dtype), mask=wide_mask)
+            if FORM == 2:
+                tl.store(at_u, tl.zeros((TM, WIDTH), dtype), mask=wide_mask)
+        return
+    line = tl.minimum(row, end - 1)
+    if GATHER:
+        line = tl.load(gather + line).to(tl.int64)
+    at = expert.to(tl.int64)
+    g, v = product(
+        x, line, stride_x, w + at * stride_e, w_up + at * up_e, wide, columns, K, stride_n, stride_k, up_n, up_k,
+        TM, WIDTH, TK, INNER, WHOLE, FORM == 2, PRECISION, WIDEN,
+    )  # fmt: skip
+    if BIAS:
+        g += tl.load(bias + at * stride_bias + wide, mask=wide < columns, other=0.0).to(tl.float32)[None, :]
+        if FORM == 2:
+            v += tl.load(bias_up + at * stride_bias + wide, mask=wide < columns, other=0.0).to(tl.float32)[None, :]
+    gate = g.to(dtype)
+    up = v.to(dtype)
+    if SAVE:
+        tl.store(at_h, gate, mask=wide_mask)
+        if FORM == 2:
+            tl.store(at_u, up, mask=wide_mask)
+    if FORM == 1:
+        gate, up = tl.split(tl.reshape(gate, (TM, TN, 2)))
+    y = activated(gate.to(tl.float32), up.to(tl.float32), limit, alpha, ACT, FORM != 0, LIMIT, ALPHA)
+    tl.store(at_a, y.to(dtype), mask=mask)
+
+
+def up(
+    x: Tensor,
+    gather: Tensor | None,
+    w_gate: Tensor,
+    w_up: Tensor | None,
+    b_gate: Tensor | None,
+    ends: Tensor,
+    act: str,
+    layout: str,
+    limit: float | None,
+    alpha: float | None,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``reference.up``."""
+    form, rows = FORMS[layout], x.shape[0] if gather is None else gather.shape[0]
+    experts, width, inner = w_gate.shape
+    half = width // 2 if layout in ("concat", "interleaved") else width
+    a, nothing = x.new_empty(rows, half), x.new_empty(0)
+    h = x.new_empty(rows, width) if save else nothing
+    u = x.new_empty(rows, half) if save and layout == "separate" else nothing
+    if a.numel() == 0:
+        return a, h, u
+    x, b_gate = rows_contiguous(x), None if b_gate is None else rows_contiguous(b_gate)
+    gate, other, h_other, b_other = w_gate, w_gate if w_up is None else w_up, u, b_gate
+    if layout == "concat":
+        gate, other = w_gate[:, :half], w_gate[:, half:]
+        h_other = h[:, half:] if save else h
+        b_other = None if b_gate is None else b_gate[:, half:]
+    if (gate.stride(2) == 1) != (other.stride(2) == 1):
+        other = other.contiguous() if gate.stride(2) == 1 else other.transpose(1, 2).contiguous().transpose(1, 2)
+    c = chosen(CONFIGS, x, rows, experts, 2 if form != PLAIN else 1)
+    tiles = row_tiles(rows, experts, c.m)
+    with on(x.device):
+        up_kernel[(tiles * triton.cdiv(half, c.n),)](
+            x, gather, gate, other, b_gate, b_other, ends, a, h, h_other, rows, half, inner, experts, tiles,
+            limit or 0.0, alpha or 0.0, x.stride(0), *gate.stride(), *other.stride(),
+            0 if b_gate is None else b_gate.stride(0), width,
+            TM=c.m, TN=c.n, TK=c.k, GROUP=c.group, EXPERTS=experts_block(experts),
+            INNER=gate.stride(2) == 1, WHOLE=inner % c.k == 0, GATHER=gather is not None, FORM=form,
+            BIAS=b_gate is not None, SAVE=save, ACT=act, LIMIT=limit is not None, ALPHA=alpha is not None,
+            PRECISION=precision(x.dtype), WIDEN=widened(x.dtype), num_warps=c.warps, num_stages=c.stages,
+        )  # fmt: skip
+    return a, h, u
