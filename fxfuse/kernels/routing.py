@@ -13,9 +13,10 @@ from torch import Tensor
 
 from .launch import experts_block, on
 
-BLOCKS = 256
+BLOCKS = 128
 """At most so many: each of them reads the counts of all."""
-CELLS = 16384
+WARPS = 8
+CELLS = 8192
 """Of the table (pairs, experts) that a block handles at a time."""
 
 
@@ -69,19 +70,25 @@ def place_kernel(
         place += tl.sum(same, 0)
 
 
+def constants(experts: int) -> dict[str, int]:
+    """What both kernels are compiled for, by the number of experts."""
+    groups = experts_block(experts)
+    return {"PAIRS": max(16, min(128, CELLS // groups)), "EXPERTS": groups, "ROWS": max(1, CELLS // groups)}
+
+
 def route(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """As ``reference.route``."""
-    pairs, wide = ids.numel(), experts_block(experts)
-    at_a_time = max(16, min(128, CELLS // wide))
+    pairs, compiled = ids.numel(), constants(experts)
+    at_a_time, rows = compiled["PAIRS"], compiled.pop("ROWS")
     span = at_a_time * max(1, triton.cdiv(pairs, at_a_time * BLOCKS))
     blocks = max(1, triton.cdiv(pairs, span))
     order, inverse = (torch.empty(pairs, dtype=torch.int64, device=ids.device) for _ in range(2))
-    counts = torch.empty(blocks, wide, dtype=torch.int32, device=ids.device)
+    counts = torch.empty(blocks, compiled["EXPERTS"], dtype=torch.int32, device=ids.device)
     ends = torch.empty(experts, dtype=torch.int32, device=ids.device)
     with on(ids.device):
-        shared = (pairs, max(ids.shape[1], 1), experts)
-        constants = {"PAIRS": at_a_time, "EXPERTS": wide, "num_warps": 8}
-        count_kernel[(blocks,)](ids, counts, *shared, span, *ids.stride(), **constants)
-        rows = max(1, CELLS // 2 // wide)
-        place_kernel[(blocks,)](ids, counts, order, inverse, ends, *shared, blocks, span, *ids.stride(), ROWS=rows, **constants)
+        sizes = (pairs, max(ids.shape[1], 1), experts)
+        count_kernel[(blocks,)](ids, counts, *sizes, span, *ids.stride(), **compiled, num_warps=WARPS)
+        place_kernel[(blocks,)](
+            ids, counts, order, inverse, ends, *sizes, blocks, span, *ids.stride(), ROWS=rows, **compiled, num_warps=WARPS
+        )
     return order, inverse, ends
