@@ -24,7 +24,16 @@ _WHERE = {
     "Fused": "report:Fused",
     "Missed": "report:Missed",
     "Recipe": "recipe:Recipe",
+    "Float8CurrentScaling": "fp8_recipes:Float8CurrentScaling",
+    "Float8BlockScaling": "fp8_recipes:Float8BlockScaling",
+    "DelayedScaling": "fp8_recipes:DelayedScaling",
+    "MXFP8BlockScaling": "fp8_recipes:MXFP8BlockScaling",
+    "NVFP4BlockScaling": "fp8_recipes:NVFP4BlockScaling",
+    "MMParams": "fp8_recipes:MMParams",
+    "track_amax": "amax:track_amax",
     "use_recipe": "recipe:use_recipe",
+    "recipe_region": "recipe:recipe_region",
+    "checkpoint_context": "recipe:checkpoint_context",
     "set_default_recipe": "recipe:set_default_recipe",
     "current_recipe": "recipe:current_recipe",
     "register_forward_fusion": "fusion:register_forward_fusion",
@@ -52,6 +61,7 @@ if TYPE_CHECKING:
     from . import experts as experts
     from . import ops as ops
     from . import testing as testing
+    from .amax import track_amax as track_amax
     from .dispatch import last_report as last_report
     from .dispatch import plan_info as plan_info
     from .dispatch import reports as reports
@@ -64,13 +74,21 @@ if TYPE_CHECKING:
     from .errors import PatternError as PatternError
     from .errors import RecipeError as RecipeError
     from .explanation import explain as explain
+    from .fp8_recipes import DelayedScaling as DelayedScaling
+    from .fp8_recipes import Float8BlockScaling as Float8BlockScaling
+    from .fp8_recipes import Float8CurrentScaling as Float8CurrentScaling
+    from .fp8_recipes import MMParams as MMParams
+    from .fp8_recipes import MXFP8BlockScaling as MXFP8BlockScaling
+    from .fp8_recipes import NVFP4BlockScaling as NVFP4BlockScaling
     from .fusion import Fusion as Fusion
     from .fusion import Match as Match
     from .fusion import register_backward_fusion as register_backward_fusion
     from .fusion import register_forward_backward_fusion as register_forward_backward_fusion
     from .fusion import register_forward_fusion as register_forward_fusion
     from .recipe import Recipe as Recipe
+    from .recipe import checkpoint_context as checkpoint_context
     from .recipe import current_recipe as current_recipe
+    from .recipe import recipe_region as recipe_region
     from .recipe import set_default_recipe as set_default_recipe
     from .recipe import use_recipe as use_recipe
     from .registry import disable as disable

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule
 
-from . import choose, compat, deferred, faults
-from .errors import LoweringError, warn_once
+from . import amax, choose, compat, deferred, faults
+from .errors import LoweringError, RecipeError, warn_once
 from .fusion import Fusion
 from .ops.define import MATERIALIZED, watcher
-from .recipe import Recipe
+from .recipe import Recipe, from_key, region_of
 from .region import DONE
 from .report import Failure, Report
 from .rewrite import rewrite
@@ -32,10 +32,14 @@ Compiled = Callable[..., Any]
 class Traits:
     """What the owner of a plan must know of it, and be told."""
 
+    code: str = ""
+    """Structural hash of the graph, the same with gradients and without."""
     opaque: bool = False
     """Operators of a replacement that are not torch's own may raise as they run."""
     mutates: bool = False
     """Inductor may write to the graph's inputs before the graph has ended: it cannot be run again from the start."""
+    saved: int | None = None
+    """Bytes that the forward keeps for the backward, inputs and parameters left out; dynamic sizes as they were captured."""
     broken: Callable[[], None] = lambda: None
     """Called when a fused backward raised as it ran: the plan must not run again."""
 
@@ -71,8 +75,15 @@ def capture(
     """
     traits = traits or Traits()
     patches = dict(settings.inductor)
-    if recipe.numerics == "strict":
+    gm, recipes = copy.deepcopy(gm), [recipe, *(from_key(k, "recipe_region") for k in regions(gm))]
+    if any(r.numerics == "strict" for r in recipes):
         patches["emulate_precision_casts"] = True
+    delayed, keeper = amax.wanted(recipes) if fusions else None, None
+    if delayed is not None:
+        if patches.get("triton.cudagraphs"):
+            raise RecipeError(f"{delayed!r} does not work with CUDA graphs: they copy its history, and what a step adds is lost")
+        keeper = amax.Keeper(gm, example_inputs, delayed, traits.code)
+        example_inputs = [*example_inputs, keeper.fake]
     # Inductor's own random numbers exist in its kernels only.
     table = deferred.capture_table({**patches, "fallback_random": True} if settings.lower == "eager" else patches)
 
@@ -82,6 +93,8 @@ def capture(
         record, failures = choose.lower(graph, rewritten, settings, recipe)
         report.graphs.append(record)
         report.failures += failures
+        if keeper is not None:
+            keeper.bind(graph)
         if settings.lower != "eager":  # torch runs deferred operators as they are
             deferred.expand_deferred(graph, rewritten.traces)
         compat.sort_graph(graph)
@@ -91,12 +104,18 @@ def capture(
 
     compile_graph = functools.partial(_compile_graph, settings=settings, report=report, traits=traits)
     if settings.lower == "eager":
-        compiled = compat.aot_eager(copy.deepcopy(gm), example_inputs, transform, compile_graph, table)
+        compiled = compat.aot_eager(gm, example_inputs, transform, compile_graph, table)
     else:
         compat.lower_by_realizing(MATERIALIZED)
         patches[OUR_PASS] = compat.graph_pass(transform, _uuid(settings, fusions, recipe))
-        compiled = compat.compile_fx(copy.deepcopy(gm), example_inputs, compile_graph, patches, table)
-    return compiled
+        compiled = compat.compile_fx(gm, example_inputs, compile_graph, patches, table)
+    return compiled if keeper is None else keeper.run(compiled)
+
+
+def regions(gm: GraphModule) -> set[str]:
+    """Keys of the recipes that regions of a captured graph chose."""
+    graphs = [m.graph for m in gm.modules() if isinstance(m, GraphModule)]
+    return {key for graph in graphs for key in map(region_of, graph.nodes) if key is not None}
 
 
 def _uuid(settings: Settings, fusions: Sequence[Fusion | Windows], recipe: Recipe) -> Any:
@@ -119,6 +138,9 @@ def _compile_graph(
 ) -> Compiled:
     """Compile one forward or backward graph; a backward that fails later than its forward must still run."""
     backward = bool(kwargs.get("is_backward"))
+    if not backward and any(g.kind == "joint" for g in report.graphs):
+        kept = compat.saved_for_backward(gm)
+        traits.saved = None if kept is None else sum(compat.size_hint(t.numel()) * t.element_size() for t in kept)
     if not _has_fused(gm):
         return _compiled(gm, example_inputs, settings, kwargs)
     opaque = _has_opaque(gm)

@@ -40,6 +40,7 @@ PRIVATE_NAMES: dict[str, str] = {
     "backend_registry": f"{REGISTRY}:_BACKENDS",
     "disable_autocast": "torch._C:_DisableAutocast",
     "cudagraph_reset": "torch._inductor.cudagraph_trees:reset_cudagraph_trees",
+    "graph_task": "torch._C:_current_graph_task_id",
     "no_dispatch_modes": "torch.utils._python_dispatch:_disable_current_modes",
 }
 
@@ -371,6 +372,30 @@ def compile_lock() -> Any:
     from torch._dynamo.convert_frame import compile_lock
 
     return compile_lock
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside a backward pass of autograd."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def saved_for_backward(gm: GraphModule) -> list[Any] | None:
+    """What a forward graph, as AOTAutograd hands it on, returns for its backward beside the model's own results.
+
+    None where there is no metadata of the graph. Inputs and views of them are left out, of views of one value one stands for all.
+    """
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    metadata = None if context is None else context.fw_metadata
+    if metadata is None:
+        return None
+    (output,) = [n for n in gm.graph.nodes if n.op == "output"]
+    returned = [n.meta.get("val") for n in output.args[0][metadata.num_forward :] if isinstance(n, torch.fx.Node)]
+    inputs = [n.meta.get("val") for n in gm.graph.nodes if n.op == "placeholder"]
+    known = {t.untyped_storage()._cdata for t in inputs if isinstance(t, torch.Tensor)}
+    kept = {t.untyped_storage()._cdata: t for t in returned if isinstance(t, torch.Tensor)}
+    return [t for storage, t in kept.items() if storage not in known]
 
 
 def tracing_context() -> Any:

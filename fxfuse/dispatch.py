@@ -25,6 +25,8 @@ from .rewrite import check_expectation
 from .settings import Settings
 
 _live: weakref.WeakSet[Dispatch] = weakref.WeakSet()
+_codes: weakref.WeakValueDictionary[str, _Code] = weakref.WeakValueDictionary()
+"""By structural hash without gradients."""
 _reports: list[Report] = []
 MAX_REPORTS = 64
 
@@ -33,12 +35,22 @@ class _Now(NamedTuple):
     """The plan that runs as long as nothing has been switched; ``plan`` is None when the long way must be taken."""
 
     plan: Plan | None
-    recipe: recipe.Recipe | None
+    active: recipe.Recipe | None
     disabled: frozenset[str] | None
     version: int
+    chosen: recipe.Recipe | None
 
 
-NOTHING = _Now(None, None, None, -1)
+class _Code:
+    """What the captures of one piece of code share: with gradients and without, as checkpointing runs it."""
+
+    def __init__(self, name: str) -> None:
+        self.hash = name
+        self.recipe: recipe.Recipe | None = None
+        """Of the latest call of any of them."""
+
+
+NOTHING = _Now(None, None, None, -1, None)
 PASSED_ON = (FusionCountError, OptionError, RecipeError, FxfuseWarning)
 """Raised on purpose (a warning where warnings are errors): not a failure to recover from."""
 
@@ -53,20 +65,30 @@ class Dispatch:
         self.grad_mode = torch.is_grad_enabled()
         self.ambient = ambient()
         self.hash = structural_hash(gm)
+        code = structural_hash(gm, gradients=False)
+        self.code = _codes.setdefault(code, _Code(code))
         self.plans: dict[Any, Plan] = {}
         self.lock = threading.Lock()  # of ``now``; builds take Dynamo's
         self.now = NOTHING
+        self.known: dict[Any, _Now] = {}
+        """What was chosen for each state of the switches, since fusions last came or went."""
         _live.add(self)
         self._select(late=False)
 
     def callable(self) -> Callable[..., Any]:
-        """What Dynamo calls. The checks cost less than a microsecond: three reads and three comparisons."""
-        active, disabled, version = recipe.active.get, registry.disabled.get, changes.version
+        """What Dynamo calls. The checks cost less than a microsecond: four reads and four comparisons."""
+        active, disabled, version, code = recipe.active.get, registry.disabled.get, changes.version, self.code
 
         def fxfuse_dispatch(*args: Any) -> Any:
             now = self.now
             plan = now.plan
-            if plan is None or now.recipe is not active() or now.disabled is not disabled() or now.version != version.number:
+            if (
+                plan is None
+                or now.active is not active()
+                or now.disabled is not disabled()
+                or now.version != version.number
+                or now.chosen is not code.recipe
+            ):
                 plan = self._plan_for(args)
             plan.calls += 1
             try:
@@ -81,6 +103,13 @@ class Dispatch:
     # -------------------------------------------------------------------------------------- choosing
 
     def _plan_for(self, args: Sequence[Any]) -> Plan:
+        with self.lock:
+            known = self.known.get((recipe.active.get(), registry.disabled.get(), changes.version.number))
+            if known is not None:
+                self.now = known
+        if known is not None and known.plan is not None:
+            self._note(known.plan.key.recipe)
+            return known.plan
         plan = self._select(late=True)
         if plan.broken or not (plan.guard is None or plan.guard(args)):  # guard: built for other sizes than these
             return self._unfused_plan(plan.key.recipe)
@@ -89,11 +118,25 @@ class Dispatch:
     def _select(self, late: bool) -> Plan:
         asked = recipe.active.get(), registry.disabled.get(), changes.version.number
         chosen = self.settings.recipe or recipe.current_recipe()
+        self._note(chosen)
         fusions = registry.active(self.settings.only, self.settings.without)
         plan = self._once((chosen, tuple(f.identity for f in fusions)), chosen, fusions, late)
         with self.lock:
-            self.now = _Now(plan if plan.guard is None and not plan.broken else None, *asked)
+            if self.now.version != asked[2]:
+                self.known.clear()
+            self.now = _Now(plan if plan.guard is None and not plan.broken else None, *asked, chosen)
+            self.known[asked] = self.now
         return plan
+
+    def _note(self, chosen: recipe.Recipe) -> None:
+        """Warn where a forward is recomputed with another recipe than it was run with."""
+        before, self.code.recipe = self.code.recipe, chosen
+        if before is not None and before is not chosen and not recipe.carried.get() and compat.in_backward():
+            warn_once(
+                f"graph {self.hash} is recomputed in the backward with {chosen!r}, its forward ran with {before!r}: use_recipe "
+                "had ended; pass context_fn=fxfuse.checkpoint_context to checkpoint, or pin options={'recipe': ...}",
+                cause=f"recomputed:{self.hash}",
+            )
 
     def _unfused_plan(self, chosen: recipe.Recipe) -> Plan:
         return self._once((chosen, None), chosen, (), late=True, told=False)
@@ -131,6 +174,7 @@ class Dispatch:
         """Never run a plan again."""
         with self.lock:
             plan.broken = True
+            self.known.clear()
             self.now = NOTHING
 
     def _verify(self, plan: Plan, args: Sequence[Any]) -> None:
@@ -151,7 +195,7 @@ class Dispatch:
     # -------------------------------------------------------------------------------------- building
 
     def _build(self, active: recipe.Recipe, fusions: Sequence[Any], late: bool, told: bool = True) -> Plan:
-        report, traits = Report(recipe=repr(active), graph_hash=self.hash), Traits()
+        report, traits = Report(recipe=repr(active), graph_hash=self.hash), Traits(self.code.hash)
         started, known = time.perf_counter(), compat.shape_guards(self.mode)
         with self._surroundings(late):
             run = self._compile(active, fusions, report, traits)
@@ -176,7 +220,8 @@ class Dispatch:
         if told:  # the unfused form of a plan is nobody's report
             _remember(report)
         unverified = self.settings.verify != "off" and bool(report.fused)
-        return Plan(key, run, time.perf_counter() - started, report, guard, unverified, traits)
+        mask = tuple(t.requires_grad for t in self.example_inputs if isinstance(t, torch.Tensor))
+        return Plan(key, run, time.perf_counter() - started, report, guard, unverified, traits, mask)
 
     def _compile(self, active: recipe.Recipe, fusions: Sequence[Any], report: Report, traits: Traits) -> Callable[..., Any]:
         def broken() -> None:
@@ -241,6 +286,9 @@ def drop_plans() -> None:
     for dispatch in list(_live):
         with dispatch.lock:
             dispatch.plans.clear()
+            dispatch.known.clear()
             dispatch.now = NOTHING
     _reports.clear()
+    for code in list(_codes.values()):
+        code.recipe = None
     counters.builds = 0

@@ -14,7 +14,6 @@ import re
 from collections.abc import Iterable, Sequence
 
 from .naming import is_called
-from .recipe import Recipe
 from .report import Fused, Missed, Report
 
 MISSES = 12
@@ -195,7 +194,7 @@ def _graphs_line(report: Report) -> str:
     kinds = dict.fromkeys(g.kind for g in report.graphs)
     counted = ", ".join(f"{sum(g.kind == kind for g in report.graphs)} {kind}" for kind in kinds)
     nodes, ms = sum(g.nodes for g in report.graphs), 1e3 * sum(g.seconds for g in report.graphs)
-    recipe = f", recipe {report.recipe.replace(repr(Recipe()), 'default')}" if report.recipe else ""
+    recipe = f", recipe {'default' if report.recipe == 'Recipe()' else report.recipe}" if report.recipe else ""
     return f"graphs: {counted}; {nodes} nodes, rewritten in {ms:.1f} ms{recipe}"
 
 

@@ -146,8 +146,6 @@ class Fusion:
 
     def allows(self, match: Match) -> str | None:
         """Why the fusion's own check refuses a place, or None."""
-        if self.recipes is not None and not any(r in self.recipes for r in _recipe_names(match.recipe)):
-            return f"recipe {match.recipe} is not among {', '.join(self.recipes)}"
         verdict = self._check(match) if self._check is not None else None
         if isinstance(verdict, Rejection):
             return verdict.reason
@@ -289,8 +287,16 @@ def _source_text(function: Callable[..., Any]) -> str:
     return "\0".join([text, repr(values), *names])
 
 
-def _recipe_names(recipe: Recipe) -> tuple[str, ...]:
-    return (type(recipe).__name__, recipe.numerics, *(["default"] if type(recipe) is Recipe else []))
+def runs_under(recipes: Sequence[str] | None, recipe: Recipe) -> bool:
+    """Whether a fusion for these recipes may fire under one.
+
+    They are names of classes, "default" (the graph's own dtypes), "strict" (numerics) or "quantized".
+    """
+    names = [type(recipe).__name__]
+    names += ["default"] if type(recipe) is Recipe else []
+    names += ["strict"] if recipe.numerics == "strict" else []
+    names += ["quantized"] if recipe.quantized else []
+    return recipes is None or any(name in recipes for name in names)
 
 
 # ------------------------------------------------------------------------------------------------ decorators
@@ -329,7 +335,7 @@ def register_forward_fusion(
 
     Args:
         prepend: try it before the fusions registered so far.
-        recipes: names of recipes under which it may fire (all by default).
+        recipes: names of recipe classes under which it may fire (all by default), or "default", "strict", "quantized".
         name: the fusion's name (the function's by default).
         extra: how many of the pattern's last outputs are interior values that the rewrite also returns, so that they may
             be used outside (in training: saved for the backward).

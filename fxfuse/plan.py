@@ -16,7 +16,7 @@ import torch
 from torch.fx import GraphModule
 
 from .capture import Traits, source_hash
-from .recipe import Recipe
+from .recipe import Recipe, region_of
 from .report import Report
 
 # ------------------------------------------------------------------------------------------------ the structural hash
@@ -25,7 +25,8 @@ from .report import Report
 class _Canonical:
     """A graph as plain data that is the same in every process: nodes by number, symbols by first use, floats in hex."""
 
-    def __init__(self) -> None:
+    def __init__(self, gradients: bool) -> None:
+        self.gradients = gradients
         self.symbols: dict[Any, str] = {}
         self.numbers: dict[Any, int] = {}
 
@@ -33,21 +34,21 @@ class _Canonical:
         rows = []
         for i, node in enumerate(gm.graph.nodes):
             self.numbers[node] = i
-            rows.append(
-                [
-                    node.op,
-                    self.target(gm, node),
-                    self.argument(node.args),
-                    self.argument(node.kwargs),
-                    self.value(_value_of(node)),
-                ]
-            )
+            row = [
+                node.op,
+                self.target(gm, node),
+                self.argument(node.args),
+                self.argument(node.kwargs),
+                self.value(_value_of(node)),
+            ]
+            region = region_of(node)
+            rows.append(row if region is None else [*row, region])
         return rows
 
     def target(self, gm: GraphModule, node: Any) -> Any:
         if node.op == "get_attr":
             held = functools.reduce(getattr, str(node.target).split("."), gm)
-            return _Canonical().graph(held) if isinstance(held, GraphModule) else self.value(held)
+            return _Canonical(self.gradients).graph(held) if isinstance(held, GraphModule) else self.value(held)
         return _name(node.target) if node.op.startswith("call") else ""
 
     def argument(self, a: Any) -> Any:
@@ -70,7 +71,7 @@ class _Canonical:
     def value(self, v: Any) -> Any:
         if isinstance(v, torch.Tensor):
             shape, stride = [self.size(s) for s in v.shape], [self.size(s) for s in v.stride()]
-            return ["T", str(v.dtype), str(v.device), shape, stride, v.requires_grad]
+            return ["T", str(v.dtype), str(v.device), shape, stride, v.requires_grad and self.gradients]
         if isinstance(v, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return ["S", self.size(v)]
         if isinstance(v, (tuple, list)):
@@ -103,9 +104,12 @@ def _name(target: Any) -> str:
     return f"{getattr(target, '__module__', '')}.{qualified}"
 
 
-def structural_hash(gm: GraphModule) -> str:
-    """A hash of a Dynamo graph with all its constants and input metadata: the same in every process and for every size symbol."""
-    text = json.dumps(_Canonical().graph(gm), separators=(",", ":"))
+def structural_hash(gm: GraphModule, gradients: bool = True) -> str:
+    """A hash of a Dynamo graph with all its constants and input metadata: the same in every process and for every size symbol.
+
+    Without ``gradients`` it is also the same whether gradients are enabled or not.
+    """
+    text = json.dumps(_Canonical(gradients).graph(gm), separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -179,6 +183,8 @@ class Plan:
     unverified: bool = False
     """Whether its next call is to be compared with its unfused form."""
     traits: Traits = dataclasses.field(default_factory=Traits)
+    mask: tuple[bool, ...] = ()
+    """Which inputs require a gradient."""
     broken: bool = False
     """It failed as it ran, or differed from its unfused form: the unfused plan runs in its place."""
     calls: int = 0
@@ -192,6 +198,14 @@ class Plan:
     def fused(self) -> int:
         """How many regions were fused."""
         return len(self.report.fused)
+
+    @property
+    def saved_bytes(self) -> int | None:
+        """Memory that its forward keeps for the backward, inputs and parameters left out; None in inference.
+
+        Dynamic sizes are taken as they were when it was captured.
+        """
+        return self.traits.saved
 
     @property
     def graph(self) -> str:

@@ -237,6 +237,9 @@ def _cut_forward(context: Context, guess: Guess, outputs: list[int]) -> Region |
     regions = {n.meta.get("ac_graph_id") for n in inside if is_tensor(n) and not layout_source(n, given, table)}
     if len(regions) > 1:
         return Refusal("it crosses activation-checkpoint regions", root)
+    foreign = next((n for n in inside if is_tensor(n) and not layout_source(n, given, table) and not context.is_for(n)), None)
+    if foreign is not None:
+        return Refusal("it crosses the border of a recipe_region", foreign)
     mutation = mutation_between(inside, root)
     if mutation is not None:
         return Refusal(f"a mutation lies in between: {mutation.name}", mutation)

@@ -12,8 +12,8 @@ from torch.fx import Graph, Node
 
 from .fusion import Fusion
 from .pattern import Decompositions, TraceCache
-from .recipe import Recipe
-from .spellings import COPIES, LAYOUT_ONLY, is_mutating, is_opaque
+from .recipe import Recipe, from_key, region_of
+from .spellings import COPIES, LAYOUT_ONLY, is_mutating, is_opaque, number_graph
 from .values import Table, is_size, is_tensor, sizes, value
 
 aten = torch.ops.aten
@@ -47,6 +47,27 @@ class Context:
     has_backward: bool = False
     backward_by_sequence: dict[Any, list[Node]] = dataclasses.field(default_factory=dict)
     """Backward nodes by autograd's sequence number: a hint where a cotangent is."""
+    regions: dict[str | None, bool] = dataclasses.field(default_factory=dict)
+    """For each region key, whether it stands for this context's recipe."""
+    outermost: bool = True
+    """Whether nodes outside of all regions are this context's."""
+
+    @classmethod
+    def of(cls, graph: Graph, decompositions: Decompositions, recipe: Recipe, inside: Context | None = None) -> Context:
+        """For the part of a graph that uses ``recipe``: of ``inside``'s graph the regions that chose it."""
+        table = number_graph(graph, recipe.numerics == "strict")
+        if inside is None:
+            return cls(graph, table, decompositions, recipe)
+        return cls(graph, table, decompositions, recipe, inside.traces, outermost=False)
+
+    def is_for(self, node: Node) -> bool:
+        """Whether a node is to be computed with this context's recipe."""
+        key = region_of(node)
+        if key is None:
+            return self.outermost
+        if key not in self.regions:
+            self.regions[key] = from_key(key, "recipe_region") is self.recipe
+        return self.regions[key]
 
     def __post_init__(self) -> None:
         for node in self.graph.nodes:

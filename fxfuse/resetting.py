@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import compat
+from . import amax, compat
 from .dispatch import drop_plans
 from .errors import forget_warnings
 from .ops.define import forget_failed_launches
@@ -10,8 +10,12 @@ from .pattern import TraceCache
 
 
 def reset() -> None:
-    """Drop every plan, trace and report, and let every warning speak and every kernel be tried again. Registered fusions stay."""
+    """Drop every plan, trace, report and amax history, let every warning speak and every kernel be tried again.
+
+    Registered fusions stay.
+    """
     drop_plans()
+    amax.forget()
     TraceCache.clear()
     forget_warnings()
     forget_failed_launches()

@@ -13,16 +13,16 @@ from torch.fx import Graph, Node
 
 from . import compat, faults
 from .errors import FusionCountError, warn_once
-from .fusion import Fusion
+from .fusion import Fusion, runs_under
 from .match import MAX_BINDINGS, Finder, Mismatch, Skeleton, skeletons
 from .naming import family, is_called
 from .pattern import Decompositions, TraceCache
 from .prove import Guess, prove
-from .recipe import Recipe
+from .recipe import Recipe, from_key, region_of
 from .region import DONE, Context, Refusal, Region, is_backward, operator_names
 from .report import Failure, Fused, GraphRecord, Missed
 from .source import layer_path, source_line
-from .spellings import COPIES, number_graph
+from .spellings import COPIES
 from .splice import BrokenGraph, Spliced, splice
 from .values import is_tensor
 from .window import Windows
@@ -57,6 +57,10 @@ class _Run:
     failures: list[Failure] = dataclasses.field(default_factory=list)
     _held: tuple[int, set[Any]] = dataclasses.field(default_factory=lambda: (-1, set()))
 
+    def enter(self, context: Context) -> None:
+        """Go on with what the graph has of another recipe."""
+        self.context, self.by_head, self._held = context, _index(context), (-1, set())
+
     def holds(self, operators: Sequence[tuple[Any, ...]]) -> bool:
         """Whether the part of the graph that no fusion has taken has one of each of these alternatives."""
         if operators and self._held[0] != len(self.fused):
@@ -79,17 +83,12 @@ def rewrite(
     started = time.perf_counter()
     _mark_backward(graph)
     kind, before, nodes = _kind(graph), _code(graph), len(graph.nodes)
-    table = number_graph(graph, recipe.numerics == "strict")
-    context = Context(graph, table, decompositions, recipe)
+    context = Context.of(graph, decompositions, recipe)
     run = _Run(context, kind, strict, _index(context), {n: i for i, n in enumerate(graph.nodes)})
-    for fusion in fusions:
-        if (fusion.side == "backward" and not context.has_backward) or not run.holds(fusion.requires):
-            continue
-        _try_fusion(run, fusion)
-    if run.fused:
-        compat.sort_graph(graph)
-        graph.eliminate_dead_code()
-        graph.lint()
+    for chosen in [recipe, *_chosen_inside(graph, recipe)]:
+        if chosen is not recipe:  # what one recipe's numerics take for equal, another's may not
+            run.enter(Context.of(graph, decompositions, chosen, context))
+        _try_fusions(run, [f for f in fusions if runs_under(f.recipes, chosen)])
     missed = _missed(run)
     if strict:
         _raise_refused(missed)
@@ -103,6 +102,25 @@ def rewrite(
         time.perf_counter() - started,
     )
     return Rewritten(record, tuple(run.failures), context.traces)
+
+
+def _chosen_inside(graph: Graph, recipe: Recipe) -> list[Recipe]:
+    """The other recipes that regions of the graph chose."""
+    keys = dict.fromkeys(filter(None, map(region_of, graph.nodes)))
+    found = dict.fromkeys(from_key(key, "recipe_region") for key in keys)
+    return [r for r in found if r is not recipe]
+
+
+def _try_fusions(run: _Run, fusions: Sequence[Fusion | Windows]) -> None:
+    fused, context = len(run.fused), run.context
+    for fusion in fusions:
+        if (fusion.side == "backward" and not context.has_backward) or not run.holds(fusion.requires):
+            continue
+        _try_fusion(run, fusion)
+    if len(run.fused) > fused:
+        compat.sort_graph(context.graph)
+        context.graph.eliminate_dead_code()
+        context.graph.lint()
 
 
 def _in_graph_order(fused: Sequence[tuple[int, Fused]]) -> tuple[Fused, ...]:
@@ -171,7 +189,7 @@ def _try_windows(run: _Run, windows: Windows) -> None:
 
 
 def _is_free(context: Context, node: Node) -> bool:
-    return not node._erased and node not in context.consumed and DONE not in node.meta
+    return not node._erased and node not in context.consumed and DONE not in node.meta and context.is_for(node)
 
 
 def _failed(run: _Run, fusion: Fusion | Windows, error: Exception) -> None:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from . import compat
 from .pattern import Traced, refake, same_shape_and_dtype, trace_forward, trace_joint
-from .recipe import use_recipe
+from .recipe import in_force
 from .region import DONE, Context, Dims, Refusal, Region, inverse, is_backward
 from .spellings import CAST, LAYOUT_ONLY, number
 from .values import is_tensor, metadata, operand, size, value
@@ -65,7 +65,7 @@ class _Total:
 def splice(context: Context, region: Region, tag: int) -> Spliced | Refusal:
     """Replace a region; ``tag`` marks the inserted nodes."""
     try:
-        with use_recipe(context.recipe):  # hooks may ask for ``current_recipe()``
+        with in_force(context.recipe):  # hooks may ask for ``current_recipe()``
             replacement = _trace(context, region)
     except compat.ShapeGuardError as error:
         return Refusal(f"the replacement adds a shape guard: {error}", region.root)

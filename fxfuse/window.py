@@ -103,6 +103,8 @@ class Windows:
         for root in roots:
             if root._erased or root in context.consumed or DONE in root.meta or is_backward(root) != (self.side == "backward"):
                 continue
+            if not context.is_for(root):
+                continue
             for chain in _chains(context, root, self.cls.window):
                 guess = self._guess(context, root, chain)
                 if guess is not None:

@@ -17,17 +17,18 @@ from .activations import activation
 from .define import define, nothing
 
 
-def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
+def rows(x: Tensor) -> Tensor:
+    """All leading dimensions as one, also where the last one is empty."""
+    return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
 
 
 def linear_gradients(
     grad: Tensor, x: Tensor, w: Tensor, mask: Sequence[bool], bias_gradient: Tensor | None = None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of ``F.linear(x, w, b)`` for those of (x, w, b) in ``mask``."""
-    flat = _rows(grad)
+    flat = rows(grad)
     dx = (flat @ w).view(x.shape) if mask[0] else None
-    dw = flat.t() @ _rows(x) if mask[1] else None
+    dw = flat.t() @ rows(x) if mask[1] else None
     db = None
     if len(mask) > 2 and mask[2]:
         db = bias_gradient if bias_gradient is not None else flat.sum(0)
@@ -58,14 +59,14 @@ def _no_addmm_activation(x: Tensor, w: Tensor, b: Tensor | None, act: str, save:
 @_linear_act.candidate("extern", _no_addmm_activation)
 def _linear_act_extern(x: Tensor, w: Tensor, b: Tensor | None, act: str, save: bool) -> tuple[Tensor, Tensor]:
     assert b is not None
-    out = torch.ops.aten._addmm_activation(b, _rows(x), w.t(), use_gelu=act == "gelu_tanh")
+    out = torch.ops.aten._addmm_activation(b, rows(x), w.t(), use_gelu=act == "gelu_tanh")
     return out.view(*x.shape[:-1], w.shape[0]), nothing(x)
 
 
 @define("act_backward(Tensor grad, Tensor kept, str act, bool bias) -> (Tensor, Tensor)")
 def _act_backward(grad: Tensor, kept: Tensor, act: str, bias: bool) -> tuple[Tensor, Tensor]:
     d = activation(act).backward(grad, kept)
-    return d, _rows(d).sum(0) if bias else nothing(grad)
+    return d, rows(d).sum(0) if bias else nothing(grad)
 
 
 class _LinearAct(torch.autograd.Function):
@@ -102,7 +103,7 @@ def linear_act(x: Tensor, w: Tensor, b: Tensor | None, act: str, save: bool | No
         ValueError: an unknown activation, or shapes that do not fit.
     """
     kind = activation(act)
-    _check_linear("linear_act", x, w, b)
+    check_linear("linear_act", x, w, b)
     if save is None:
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, w, b)):
             return _LinearAct.apply(x, w, b, act)
@@ -203,10 +204,10 @@ class _GluMlp(torch.autograd.Function):
         (grad,) = grads
         x, w_gate, w_up, w_down, g, u = ctx.saved_tensors
         need_x, need_gate, need_up, need_down, _ = ctx.needs_input_grad
-        d_down = _rows(grad).t() @ _rows(activation(ctx.act).forward(g) * u) if need_down else None
+        d_down = rows(grad).t() @ rows(activation(ctx.act).forward(g) * u) if need_down else None
         if not (need_x or need_gate or need_up):
             return None, None, None, d_down, None
-        dg, du = torch.ops.fxfuse.gated_backward((_rows(grad) @ w_down).view(g.shape), g, u, ctx.act)
+        dg, du = torch.ops.fxfuse.gated_backward((rows(grad) @ w_down).view(g.shape), g, u, ctx.act)
         dx_gate, d_gate, _ = linear_gradients(dg, x, w_gate, (need_x, need_gate))
         dx_up, d_up, _ = linear_gradients(du, x, w_up, (need_x, need_up))
         dx = dx_gate + dx_up if dx_gate is not None and dx_up is not None else None
@@ -225,8 +226,8 @@ def glu_mlp(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, act: str) -
         ValueError: an unknown activation, or shapes that do not fit.
     """
     activation(act)
-    _check_linear("glu_mlp", x, w_gate, None, "w_gate")
-    _check_linear("glu_mlp", x, w_up, None, "w_up")
+    check_linear("glu_mlp", x, w_gate, None, "w_gate")
+    check_linear("glu_mlp", x, w_up, None, "w_up")
     if w_gate.shape != w_up.shape or w_down.dim() != 2 or w_down.shape[1] != w_gate.shape[0]:
         gate, up, down = (tuple(w.shape) for w in (w_gate, w_up, w_down))
         raise ValueError(f"glu_mlp: w_gate {gate} and w_up {up} must be equal (I, H), w_down {down} (H, I)")
@@ -235,7 +236,8 @@ def glu_mlp(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, act: str) -
     return F.linear(glu(x, w_gate, w_up, act), w_down)
 
 
-def _check_linear(op: str, x: Tensor, w: Tensor, b: Tensor | None, name: str = "w") -> None:
+def check_linear(op: str, x: Tensor, w: Tensor, b: Tensor | None, name: str = "w") -> None:
+    """Raise ValueError where shapes do not fit."""
     if w.dim() != 2 or x.dim() < 1 or x.shape[-1] != w.shape[1]:
         raise ValueError(f"{op}: x is {tuple(x.shape)} and {name} {tuple(w.shape)}; expected (..., K) and (N, K)")
     if b is not None and (b.dim() != 1 or b.shape[0] != w.shape[0]):

@@ -3,4 +3,4 @@
 Within a kind, fusions are tried in the order of the imports below: larger patterns first.
 """
 
-from . import grouped_mlp, routed_rows, gated_mlp, linear_activation, backward, linear_add, linear_scale  # noqa: F401, I001
+from . import scaled_linear, grouped_mlp, routed_rows, gated_mlp, linear_activation, backward, linear_add, linear_scale  # noqa: F401, I001

@@ -20,12 +20,17 @@ def refuse_residual(m: fxfuse.Match):
 
 def linear_gradients(d: Tensor, x: Tensor, w: Tensor, need: tuple[bool, bool]) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of ``F.linear(x, w)`` for x and w, where they are needed; d is the gradient of the output."""
-    flat = d.reshape(-1, d.shape[-1])
+    flat = rows(d)
     dx = (flat @ w).view(x.shape) if need[0] else None
-    dw = flat.t() @ x.reshape(-1, x.shape[-1]) if need[1] else None
+    dw = flat.t() @ rows(x) if need[1] else None
     return dx, dw
 
 
 def bias_gradient(d: Tensor, needed: bool) -> Tensor | None:
     """The sum over all leading dimensions, where it is needed."""
-    return d.reshape(-1, d.shape[-1]).sum(0) if needed else None
+    return rows(d).sum(0) if needed else None
+
+
+def rows(t: Tensor) -> Tensor:
+    """All leading dimensions as one, also where the last one is empty."""
+    return t.flatten(0, -2) if t.dim() > 1 else t.unsqueeze(0)

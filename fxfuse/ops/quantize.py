@@ -1,0 +1,241 @@
+"""Quantised matrices: values of few bits with fp32 scales, and the product of two of them.
+
+Symbols: R rows, C columns; the sum of a product runs over columns. A scale here is what values are multiplied with to get
+numbers back: ``x`` is about ``values * scale``. Formats: e4m3 up to 448, e5m2 up to 57344 (Micikevicius et al.,
+arXiv:2209.05433), e2m1 up to 6 (OCP Microscaling Formats, version 1.0), which is kept as e4m3 values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..errors import RecipeError
+from ..fp8_recipes import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    QuantizedRecipe,
+)
+from .define import define, library
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0}
+EXPONENT_BITS = 0x7F800000
+"""Of an fp32 number: what is left of it is a power of two."""
+
+
+class Scheme(NamedTuple):
+    """How one operand is quantised."""
+
+    format: str
+    """"e4m3", "e5m2" or "e2m1"."""
+    block: tuple[int, ...]
+    """Rows and columns that share a scale; empty for the whole matrix."""
+    power_of_2: bool = False
+    margin: int = 0
+    delayed: bool = False
+    """Whether the scale comes from earlier steps: ``fxfuse.amax``."""
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether the transposed matrix has the same values and the transposed scales."""
+        return not self.block or self.block[0] == self.block[1]
+
+
+class Quantized(NamedTuple):
+    """A matrix (R, C) and its scales: 0-d, or one for each block, (ceil(R / rows), ceil(C / columns)) fp32."""
+
+    values: Tensor
+    scale: Tensor
+
+    def t(self) -> Quantized:
+        """The transposed matrix, of a symmetric scheme."""
+        return Quantized(self.values.t(), self.scale.t())
+
+
+def schemes(recipe: QuantizedRecipe) -> tuple[Scheme, Scheme, Scheme]:
+    """Of activations, of weights, of gradients."""
+    forward, backward = "e4m3", "e5m2" if getattr(recipe, "fp8_format", "E4M3") == "HYBRID" else "e4m3"
+    if isinstance(recipe, Float8BlockScaling):
+        dims = (recipe.x_block_scaling_dim, recipe.w_block_scaling_dim, recipe.grad_block_scaling_dim)
+        x, w, g = [(1, 128) if dim == 1 else (128, 128) for dim in dims]
+        pow2 = not recipe.use_f32_scales
+        return Scheme(forward, x, pow2), Scheme(forward, w, pow2), Scheme(backward, g, pow2)
+    if isinstance(recipe, MXFP8BlockScaling):
+        one, other = Scheme(forward, (1, 32), True, recipe.margin), Scheme(backward, (1, 32), True, recipe.margin)
+        return one, one, other
+    if isinstance(recipe, NVFP4BlockScaling):
+        line = Scheme("e2m1", (1, 16))
+        return line, line if recipe.disable_2d_quantization else Scheme("e2m1", (16, 16)), line
+    pow2, late = isinstance(recipe, Float8CurrentScaling) and recipe.use_power_2_scales, isinstance(recipe, DelayedScaling)
+    one, other = Scheme(forward, (), pow2, delayed=late), Scheme(backward, (), pow2, delayed=late)
+    return one, one, other
+
+
+def _no_history(amax: Tensor, largest: float) -> Tensor:
+    raise RecipeError("DelayedScaling keeps its history with a compiled model: use it through torch.compile(backend='fxfuse')")
+
+
+library.define("delayed_multiplier(Tensor amax, float largest) -> Tensor")
+library.impl("delayed_multiplier", _no_history, "CompositeExplicitAutograd")
+library.impl("delayed_multiplier", lambda amax, largest: amax.new_empty(()), "Meta")
+
+
+def quantize(x: Tensor, scheme: Scheme) -> Quantized:
+    """Quantise x (R, C), fp32 or 16 bits.
+
+    NaN stays NaN; an infinity becomes NaN in e4m3 and e2m1, and the block with it is not scaled. Empty and all-zero blocks have
+    scale 1. Values beyond what a delayed scale allows for saturate.
+    """
+    wide = x.float()
+    if not scheme.block:
+        if scheme.delayed:
+            multiplier = torch.ops.fxfuse.delayed_multiplier(amax(wide), LARGEST[scheme.format])
+        else:
+            multiplier = _multiplier(amax(wide), scheme)
+        return Quantized(_rounded(wide, wide * multiplier, scheme), multiplier.reciprocal())
+    blocks = _in_blocks(wide, scheme.block)
+    largest = blocks.abs().amax((1, 3))
+    inverse = _nvfp4_multiplier(largest, amax(wide)) if scheme.format == "e2m1" else _multiplier(largest, scheme)
+    scaled = (blocks * inverse[:, None, :, None]).flatten(2, 3).flatten(0, 1)[: x.shape[0], : x.shape[1]]
+    return Quantized(_rounded(wide, scaled, scheme), inverse.reciprocal())
+
+
+def dequantize(q: Quantized, block: Sequence[int]) -> Tensor:
+    """The numbers that a quantised matrix stands for: (R, C) fp32."""
+    wide = q.values.float()
+    if not block:
+        return wide * q.scale
+    blocks = _in_blocks(wide, block) * q.scale[:, None, :, None]
+    return blocks.flatten(2, 3).flatten(0, 1)[: wide.shape[0], : wide.shape[1]]
+
+
+def amax(x: Tensor) -> Tensor:
+    """The largest magnitude of a matrix, 0-d; zero where it has no rows."""
+    lines = x.abs().amax(-1)
+    return torch.cat([lines, lines.new_zeros(1)]).amax()
+
+
+def _in_blocks(x: Tensor, block: Sequence[int]) -> Tensor:
+    """(R, C) as (R / rows, rows, C / columns, columns), filled up with zeros."""
+    rows, columns = block
+    down, right = -x.shape[0] % rows, -x.shape[1] % columns
+    padded = x if rows == 1 and isinstance(right, int) and right == 0 else F.pad(x, (0, right, 0, down))
+    return padded.unflatten(1, (padded.shape[1] // columns, columns)).unflatten(0, (padded.shape[0] // rows, rows))
+
+
+def _multiplier(largest: Tensor, scheme: Scheme) -> Tensor:
+    """What values are multiplied with so that ``largest`` becomes the format's largest number."""
+    usable = (largest > 0) & (largest < math.inf)
+    found = (LARGEST[scheme.format] / torch.where(usable, largest, LARGEST[scheme.format])).clamp(max=2.0**126)
+    found = found if scheme.margin == 0 else found * 2.0**-scheme.margin
+    if scheme.power_of_2:
+        found = (found.view(torch.int32) & EXPONENT_BITS).view(torch.float32)
+    return found
+
+
+def _nvfp4_multiplier(largest: Tensor, of_all: Tensor) -> Tensor:
+    """With e4m3 scales for the blocks, themselves scaled by one fp32 number a matrix."""
+    whole = _multiplier(of_all, Scheme("e4m3", ())) * LARGEST["e2m1"]
+    usable = (largest > 0) & (largest < math.inf)
+    scale = torch.where(usable, largest, 0) / LARGEST["e2m1"] * whole
+    stored = scale.clamp(2.0**-9, LARGEST["e4m3"]).to(E4M3).float() / whole  # 2^-9: e4m3's least number above zero
+    return torch.where(usable, stored, 1.0).reciprocal()
+
+
+def _rounded(x: Tensor, scaled: Tensor, scheme: Scheme) -> Tensor:
+    """``scaled`` in the scheme's format; what is not finite in x stays that, as far as the format can say it."""
+    largest = LARGEST[scheme.format]
+    kept = torch.where(x.isfinite(), scaled.clamp(-largest, largest), x)
+    if scheme.format == "e2m1":
+        kept = _to_e2m1(kept)
+    return kept.to(E5M2 if scheme.format == "e5m2" else E4M3)
+
+
+def _to_e2m1(x: Tensor) -> Tensor:
+    """Round to 0, 0.5, 1, 1.5, 2, 3, 4, 6, ties to the even code; what is not finite becomes NaN."""
+    size = x.abs()
+    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+    return torch.where(x.isfinite(), (x / step).round() * step, math.nan)
+
+
+# ------------------------------------------------------------------------------------------------ the product
+
+
+@define(
+    "scaled_mm(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias, int[] a_block, int[] b_block, "
+    "ScalarType dtype, bool fast) -> Tensor"
+)
+def _scaled_mm(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    a_block: Sequence[int],
+    b_block: Sequence[int],
+    dtype: torch.dtype,
+    fast: bool,
+) -> Tensor:
+    product = dequantize(Quantized(a, a_scale), a_block) @ dequantize(Quantized(b, b_scale), b_block).t()
+    return (product if bias is None else product + bias.float()).to(dtype)
+
+
+def _no_vendor_product(
+    a: Tensor, b: Tensor, bias: Tensor | None, a_block: Sequence[int], b_block: Sequence[int], dtype: torch.dtype, **_: Any
+) -> str | None:
+    """Why ``torch._scaled_mm`` cannot be used."""
+    if list(a_block) or list(b_block):
+        return "its block scales are not used yet"
+    if a.dtype == b.dtype == E5M2:
+        return "it does not multiply e5m2 with e5m2"
+    if bias is not None and dtype is torch.float32:
+        return "it adds no bias to an fp32 result"
+    if not all(isinstance(s, int) and s % 16 == 0 for s in (b.shape[0],)):
+        return "the result's width is not a multiple of 16"
+    return None
+
+
+@_scaled_mm.candidate("extern", _no_vendor_product)
+def _scaled_mm_extern(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    a_block: Sequence[int],
+    b_block: Sequence[int],
+    dtype: torch.dtype,
+    fast: bool,
+) -> Tensor:
+    fill = -a.shape[1] % 16  # zeros add nothing to the sum
+    if not isinstance(fill, int) or fill:
+        a, b = (F.pad(t.view(torch.uint8), (0, fill)).view(t.dtype) for t in (a.contiguous(), b.contiguous()))
+    left, right = a.contiguous(), b.contiguous().t()
+    return torch.ops.aten._scaled_mm(left, right, a_scale, b_scale, bias, None, dtype, fast)
+
+
+def scaled_mm(
+    a: Quantized,
+    b: Quantized,
+    a_scheme: Scheme,
+    b_scheme: Scheme,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+    fast: bool = False,
+) -> Tensor:
+    """``a b^T + bias`` of a (M, C) and b (N, C), added up in fp32: (M, N) in ``dtype``.
+
+    With ``fast`` a GPU may add up less exactly.
+    """
+    return torch.ops.fxfuse.scaled_mm(
+        a.values, a.scale, b.values, b.scale, bias, list(a_scheme.block), list(b_scheme.block), dtype, fast
+    )
