@@ -11,18 +11,22 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .. import kernels
 from .arguments import Check
-from .define import library
+from .define import launch, library
 
 ALIGNMENT = 16
 """Bytes to which ``torch._grouped_mm`` wants every stride."""
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""What our own kernels compute with."""
 
 
 def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """Rows of a (S, M) in groups, each times its matrix of b (E, M, N): (S, N); rows past ``ends[-1]`` are undefined.
 
     With b (S, N) and a (M, S) the sum runs over each group's rows: (E, M, N), zero for an empty group. bf16 operands with
-    aligned strides go to ``torch._grouped_mm``; others to a loop over the experts, which synchronises with the host.
+    aligned strides go to ``torch._grouped_mm``; others to a loop over the experts, which synchronises with the host, or
+    where they are enabled to our own kernels.
     """
     if a.dtype is torch.bfloat16:
         left, right = _aligned(a), _aligned(b)
@@ -70,11 +74,36 @@ def _grouped_sum_loop(d: Tensor, ends: Tensor) -> Tensor:
     return torch.stack([d[start:stop].sum(0) for start, stop in zip([0, *stops], stops, strict=False)])
 
 
+def _takes(t: Tensor, ends: Tensor) -> bool:
+    """Whether our own kernels may run instead of a loop."""
+    return kernels.enabled() and t.dtype in KERNEL_DTYPES and ends.shape[0] <= kernels.MAX_EXPERTS
+
+
+def _grouped_mm_kernel(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    if b.dim() == 2:
+        return kernels.path("portable").wgrad(a.t(), b, None, None, ends)
+    return kernels.path("portable").matmul(a, b, ends, transposed=False, zero_tail=True)
+
+
+_launched_mm = launch("grouped_mm_loop", _grouped_mm_kernel, reference_grouped_mm)
+_launched_sum = launch("grouped_sum_loop", lambda d, ends: kernels.path("portable").bias_gradient(d, ends), _grouped_sum_loop)
+
+
+def _grouped_mm_on_gpu(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    return (_launched_mm if _takes(a, ends) else reference_grouped_mm)(a, b, ends)
+
+
+def _grouped_sum_on_gpu(d: Tensor, ends: Tensor) -> Tensor:
+    return (_launched_sum if _takes(d, ends) else _grouped_sum_loop)(d, ends)
+
+
 library.define("grouped_sum_loop(Tensor d, Tensor ends) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 library.impl("grouped_sum_loop", _grouped_sum_loop, "CompositeExplicitAutograd")
+library.impl("grouped_sum_loop", _grouped_sum_on_gpu, "CUDA")
 library.impl("grouped_sum_loop", lambda d, ends: d.new_empty(ends.shape[0], d.shape[1]), "Meta")
 library.define("grouped_mm_loop(Tensor a, Tensor b, Tensor ends) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 library.impl("grouped_mm_loop", reference_grouped_mm, "CompositeExplicitAutograd")
+library.impl("grouped_mm_loop", _grouped_mm_on_gpu, "CUDA")
 library.impl("grouped_mm_loop", _grouped_mm_loop_fake, "Meta")
 
 

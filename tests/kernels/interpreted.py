@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -12,10 +15,28 @@ import interpreter  # noqa: F401  (its process was started with TRITON_INTERPRET
 import pytest
 import torch
 from contract import BF16, ENDS, F16, F32, LAYOUTS, STORED, VARIANTS, Case
+from torch import Tensor
 
 from fxfuse.kernels import path
+from fxfuse.ops import grouped_kernels, grouped_mm
+from fxfuse.ops.grouped_mlp import _grouped_mlp, _grouped_mlp_backward
 
 PORTABLE = path("portable")
+
+
+def launched(name: str) -> Callable[..., Any]:
+    """A kernel as its operator calls it, the path being the last argument."""
+    return lambda *args: getattr(PORTABLE, name)(*args[:-1])
+
+
+def launched_matmul(a: Tensor, w: Tensor, ends: Tensor, transposed: bool, bias: Tensor | None, zero_tail: bool, _: str) -> Tensor:
+    return PORTABLE.matmul(a, w, ends, transposed=transposed, bias=bias, zero_tail=zero_tail)
+
+
+LAUNCHED = SimpleNamespace(
+    **{name: launched(name) for name in ("up", "dh", "wgrad", "route", "combine", "bias_gradient")}, matmul=launched_matmul
+)
+"""In the place of ``kernels.ops``."""
 dtypes = pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=["fp32", "fp16", "bf16"])
 every_end = pytest.mark.parametrize("ends", ENDS)
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
@@ -119,3 +140,40 @@ def test_route_with_blocks_of_several_chunks(monkeypatch: pytest.MonkeyPatch) ->
 def test_combine(dtype: torch.dtype, weights: torch.dtype | None, tokens: int, chosen: int, experts: int) -> None:
     contract.check_combine(PORTABLE, Case(dtype=dtype), tokens, chosen, experts, weights)
     contract.check_combine(PORTABLE, Case(dtype=dtype, biases=False, hidden=1030), tokens, chosen, experts, weights)
+
+
+# ------------------------------------------------------------------------------------------------ all of them together
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["weights after", "weights first"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_block_of_kernels(layout: str, first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The candidates with the kernels themselves, forward and backward, against the references in fp64."""
+    monkeypatch.setattr(grouped_kernels, "kernel", LAUNCHED)
+    tokens, chosen, experts, hidden, inner = 12, 2, 4, 40, 9
+    wide = 2 * inner if layout in ("concat", "interleaved") else inner
+    ids = contract.random_ids(tokens, chosen, experts)
+    x, p, w = torch.randn(tokens, hidden), torch.rand(tokens, chosen), torch.randn(experts, wide, hidden) / 6
+    w_up = torch.randn(experts, inner, hidden) / 6 if layout == "separate" else None
+    w_down = torch.randn(experts, inner, hidden).transpose(1, 2)
+    b = torch.randn(experts, wide) if layout != "separate" else None
+    weights, kind = (w, w_up, w_down, b, torch.randn(experts, hidden)), ("silu", layout, 0.8, None, first)
+    args = (x, ids, p, None, *weights, *kind, True)
+    got, want = grouped_kernels.mlp(*args, path="portable"), _grouped_mlp.reference(*contract.exact(args))
+    assert contract.error(got[0], want[0]) < 1e-6
+    assert all(torch.equal(g, v) for g, v in zip(got[3:], want[3:], strict=True))
+    mask = [t is not None for t in (x, p, *weights)]
+    saved = (got[1], got[2] if layout == "separate" else None, *got[3:])
+    args = (torch.randn_like(x), x, ids, p, *weights, *saved, *kind, mask)
+    got, want = grouped_kernels.mlp_backward(*args, path="portable"), _grouped_mlp_backward.reference(*contract.exact(args))
+    assert all(contract.error(g, v) < 1e-5 for g, v in zip(got, want, strict=True))
+
+
+def test_grouped_products_of_other_dtypes_than_bf16() -> None:
+    """What the loops over experts are replaced by."""
+    a, w, ends = torch.randn(9, 6), torch.randn(3, 6, 5), torch.tensor([2, 2, 7], dtype=torch.int32)
+    d = torch.randn(9, 5)
+    for args in ((a, w, ends), (a.t(), d, ends)):
+        got, want = grouped_mm._grouped_mm_kernel(*args), grouped_mm.reference_grouped_mm(*contract.exact(args))
+        assert got.is_contiguous() and contract.error(got, want) < 1e-6
+    assert contract.error(PORTABLE.bias_gradient(d, ends), grouped_mm._grouped_sum_loop(d.double(), ends)) < 1e-6

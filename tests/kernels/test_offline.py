@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-
-sys.path.append(str(Path(__file__).parent))
 
 import pytest
 import triton

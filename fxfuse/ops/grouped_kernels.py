@@ -1,0 +1,244 @@
+"""Our own kernels as candidates of the grouped operators: the same steps as the references, a kernel each.
+
+Against the references: gathered rows and the activation's gradients are never in memory, the down projection's gradient is
+not rounded before the activation's derivative, and a bias is added before the product is rounded.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import kernels
+from ..kernels import ops as kernel
+from .define import nothing
+from .grouped_experts import _grouped_experts, _grouped_experts_backward
+from .grouped_mlp import _grouped_mlp, _grouped_mlp_backward, _routed_rows, route
+from .grouped_mm import KERNEL_DTYPES, used, wide
+
+
+def refusal(**named: Any) -> str | None:
+    """Why the kernels in plain Triton cannot run on these arguments of a grouped operator."""
+    if not kernels.enabled():
+        return kernels.REFUSAL
+    floats = [named[n] for n in ("w_gate", "x", "rows", "grad", "p", "h") if named.get(n) is not None]
+    wrong = next((t.dtype for t in floats if t.dtype not in KERNEL_DTYPES), None)
+    if wrong is not None:
+        return f"they compute with 16- and 32-bit floats, not with {wrong}"
+    experts, device = named["w_down"].shape[0], named["w_down"].device
+    if not isinstance(experts, int) or experts > kernels.MAX_EXPERTS:
+        return f"they take up to {kernels.MAX_EXPERTS} experts"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        return "they need sm_80 or newer"
+    return None
+
+
+def mlp(
+    x: Tensor,
+    ids: Tensor,
+    p: Tensor | None,
+    ends: Tensor | None,
+    w_gate: Tensor,
+    w_up: Tensor | None,
+    w_down: Tensor,
+    b_gate: Tensor | None,
+    b_down: Tensor | None,
+    act: str,
+    layout: str,
+    limit: float | None,
+    alpha: float | None,
+    first: bool,
+    save: bool,
+    *,
+    path: str,
+) -> tuple[Tensor, ...]:
+    """``fxfuse::grouped_mlp``."""
+    experts = w_down.shape[0]
+    order, inverse, counted = kernel.route(ids, experts, path) if ends is None else route(ids, experts, ends)
+    rows, gather = _rows(x, ids, p if first else None, order, w_gate.dtype)
+    a, h, u = kernel.up(rows, gather, w_gate, w_up, b_gate, counted, act, layout, limit, alpha, save, path)
+    y = kernel.matmul(a, w_down, counted, True, None, False, path)
+    out = kernel.combine(y, None if first else p, b_down, ids, inverse, counted, x, path)
+    if not save:
+        return out, nothing(a), nothing(a), nothing(order), nothing(order), nothing(counted)
+    return out, h, u, order, inverse, counted if ends is None else nothing(ends)
+
+
+def _rows(x: Tensor, ids: Tensor, p: Tensor | None, order: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """The first linear's rows: the tokens, and which of them; or where they are weighted first, the weighted rows."""
+    tokens = torch.div(order, ids.shape[1], rounding_mode="trunc")
+    return (x.to(dtype), tokens) if p is None else (_routed_rows(x, p, order, tokens, dtype), None)
+
+
+def mlp_backward(
+    grad: Tensor,
+    x: Tensor,
+    ids: Tensor,
+    p: Tensor | None,
+    w_gate: Tensor,
+    w_up: Tensor | None,
+    w_down: Tensor,
+    b_gate: Tensor | None,
+    b_down: Tensor | None,
+    h: Tensor | None,
+    u: Tensor | None,
+    order: Tensor,
+    inverse: Tensor,
+    ends: Tensor,
+    act: str,
+    layout: str,
+    limit: float | None,
+    alpha: float | None,
+    first: bool,
+    mask: list[bool],
+    *,
+    path: str,
+) -> tuple[Tensor, ...]:
+    """``fxfuse::grouped_mlp_backward``."""
+    need_x, need_p, need_gate, need_up, need_down, need_b_gate, need_b_down = mask
+    kind, dtype = (act, layout, limit, alpha), w_gate.dtype
+    tokens = torch.div(order, ids.shape[1], rounding_mode="trunc")
+    rows, gather = _rows(x, ids, p if first else None, order, dtype)
+    if h is None:
+        _, h, u = kernel.up(rows, gather, w_gate, w_up, b_gate, ends, *kind, True, path)
+        u = None if w_up is None else u
+    weight = None if p is None or first else wide(p.reshape(-1)[order])
+    dy = grad.to(dtype)
+    found: list[Tensor | None] = [None] * 7
+    if need_b_down:
+        found[6] = kernel.bias_gradient(dy, ends, weight, tokens, path)
+    if any(mask[:6]):
+        dh, du, dp, scaled = kernel.dh(dy, tokens, w_down, weight, h, u, ends, *kind, path)
+        if need_down:
+            found[4] = _weight_gradient(dy, scaled, tokens, None, ends, w_down, path)
+        if need_gate:
+            found[2] = _weight_gradient(dh, rows, None, gather, ends, w_gate, path)
+        if need_up and w_up is not None:
+            found[3] = _weight_gradient(du, rows, None, gather, ends, w_up, path)
+        if need_b_gate:
+            found[5] = kernel.bias_gradient(dh, ends, None, None, path)
+        if need_p and not first:
+            assert p is not None
+            found[1] = _router_gradient(dp, grad, b_down, ids, inverse, ends).to(p.dtype)
+        if need_x or (need_p and first):
+            drows = _rows_gradient(dh, du, w_gate, w_up, ends, False, path)
+            if need_p and first:
+                assert p is not None
+                inside = used(ends, torch.arange(order.shape[0], device=order.device))
+                products = torch.where(inside, wide(drows) * wide(x[tokens]), 0)
+                found[1] = products.sum(-1)[inverse].view(ids.shape).to(p.dtype)
+            if need_x:
+                found[0] = kernel.combine(drows, p if first else None, None, ids, inverse, ends, x, path)
+    return tuple(nothing(grad) if t is None else t for t in found)
+
+
+def _router_gradient(dp: Tensor, grad: Tensor, b: Tensor | None, ids: Tensor, inverse: Tensor, ends: Tensor) -> Tensor:
+    """(T, K): what the kernel summed for each sorted row, and the part of the down projection's bias."""
+    places = inverse.view(ids.shape)
+    found = dp[places]
+    if b is None:
+        return found
+    lines = wide(b[ids.clamp(0, b.shape[0] - 1)])
+    return found + torch.where(used(ends, places), wide(grad).unsqueeze(1) * lines, 0).sum(-1)
+
+
+def _weight_gradient(
+    d: Tensor, x: Tensor, gather_d: Tensor | None, gather_x: Tensor | None, ends: Tensor, like: Tensor, path: str
+) -> Tensor:
+    """(E, N, M), laid out in memory as the weight ``like`` is."""
+    if like.stride(-1) == 1:
+        return kernel.wgrad(d, x, gather_d, gather_x, ends, path)
+    return kernel.wgrad(x, d, gather_x, gather_d, ends, path).transpose(1, 2)
+
+
+def _rows_gradient(
+    dh: Tensor, du: Tensor, w_gate: Tensor, w_up: Tensor | None, ends: Tensor, zero_tail: bool, path: str
+) -> Tensor:
+    """(S, H) of the rows that went into the first linear."""
+    drows = kernel.matmul(dh, w_gate, ends, False, None, zero_tail, path)
+    return drows if w_up is None else drows + kernel.matmul(du, w_up, ends, False, None, zero_tail, path)
+
+
+def experts(
+    rows: Tensor,
+    ends: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor | None,
+    w_down: Tensor,
+    b_gate: Tensor | None,
+    b_down: Tensor | None,
+    act: str,
+    layout: str,
+    limit: float | None,
+    alpha: float | None,
+    save: bool,
+    *,
+    path: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``fxfuse::grouped_experts``."""
+    a, h, u = kernel.up(rows, None, w_gate, w_up, b_gate, ends, act, layout, limit, alpha, save, path)
+    return kernel.matmul(a, w_down, ends, True, b_down, True, path), h, u
+
+
+def experts_backward(
+    grad: Tensor,
+    rows: Tensor,
+    ends: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor | None,
+    w_down: Tensor,
+    b_gate: Tensor | None,
+    b_down: Tensor | None,
+    h: Tensor | None,
+    u: Tensor | None,
+    act: str,
+    layout: str,
+    limit: float | None,
+    alpha: float | None,
+    mask: list[bool],
+    *,
+    path: str,
+) -> tuple[Tensor, ...]:
+    """``fxfuse::grouped_experts_backward``."""
+    need_rows, need_gate, need_up, need_down, need_b_gate, need_b_down = mask
+    kind = (act, layout, limit, alpha)
+    if h is None:
+        _, h, u = kernel.up(rows, None, w_gate, w_up, b_gate, ends, *kind, True, path)
+        u = None if w_up is None else u
+    found: list[Tensor | None] = [None] * 6
+    if need_b_down:
+        found[5] = kernel.bias_gradient(grad, ends, None, None, path)
+    if any(mask[:5]):
+        dh, du, _, a = kernel.dh(grad, None, w_down, None, h, u, ends, *kind, path)
+        if need_down:
+            found[3] = _weight_gradient(grad, a, None, None, ends, w_down, path)
+        if need_gate:
+            found[1] = _weight_gradient(dh, rows, None, None, ends, w_gate, path)
+        if need_up and w_up is not None:
+            found[2] = _weight_gradient(du, rows, None, None, ends, w_up, path)
+        if need_b_gate:
+            found[4] = kernel.bias_gradient(dh, ends, None, None, path)
+        if need_rows:
+            found[0] = _rows_gradient(dh, du, w_gate, w_up, ends, True, path)
+    return tuple(nothing(grad) if t is None else t for t in found)
+
+
+FUNCTIONS = (
+    (_grouped_mlp, mlp),
+    (_grouped_mlp_backward, mlp_backward),
+    (_grouped_experts, experts),
+    (_grouped_experts_backward, experts_backward),
+)
+
+
+def register(name: str, path: str, refuses: Callable[..., str | None]) -> None:
+    """Make a path of kernels a candidate of all grouped operators."""
+    for op, function in FUNCTIONS:
+        op.candidate(name, refuses)(functools.partial(function, path=path))
+
+
+register("triton", "portable", refusal)

@@ -1,0 +1,230 @@
+"""The kernels as candidates of the grouped operators: the same results as the references, from operators with right fakes.
+
+On a CPU the twins run, in fp64; what the kernels themselves compute is the subject of ``test_interpreted``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from moe_checks import EXACT, ODD, VARIED
+from reference_moe import BF16, F64, LAYOUTS, ROUTINGS, Block
+from torch import Tensor
+
+import fxfuse
+from fxfuse import choose, kernels, measure
+from fxfuse.kernels import reference
+from fxfuse.ops import grouped_kernels
+from fxfuse.ops.define import OPS
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+"""Dynamo instantiates ``autograd.Function``."""
+ALL = {**VARIED, **LAYOUTS}
+every_block = pytest.mark.parametrize("fields", ALL.values(), ids=ALL)
+
+
+def arguments(block: Block) -> dict[str, Any]:
+    """Of ``fxfuse::grouped_mlp``."""
+    x, w_gate, w_down, ids, p, w_up, b_gate, b_down = (None if t is None else t.detach() for t in block.inputs())
+    layout = "plain" if not block.gated else "separate" if block.separate else block.layout
+    weights = {"w_gate": w_gate, "w_up": w_up, "w_down": w_down, "b_gate": b_gate, "b_down": b_down}
+    kind = {"act": block.activation, "layout": layout, "limit": block.limit, "alpha": block.alpha}
+    return {"x": x, "ids": ids, "p": p, "ends": None, **weights, **kind, "first": block.weights_first, "save": True}
+
+
+def backward_arguments(forward: dict[str, Any], saved: tuple[Tensor, ...], save: bool) -> dict[str, Any]:
+    """Of ``fxfuse::grouped_mlp_backward``, everything trains."""
+    h, u, order, inverse, ends = saved
+    there = [forward[n] is not None for n in ("x", "p", "w_gate", "w_up", "w_down", "b_gate", "b_down")]
+    more = {"grad": torch.randn_like(forward["x"]), "order": order, "inverse": inverse, "ends": ends, "mask": there}
+    more |= {"h": h if save else None, "u": u if save and forward["w_up"] is not None else None}
+    found = {**forward, **more}
+    return {a.name: found[a.name] for a in torch.ops.fxfuse.grouped_mlp_backward.default._schema.arguments}
+
+
+def candidate(name: str) -> Any:
+    """The function of ``triton`` for ``fxfuse::<name>``, and the reference."""
+    op = OPS[getattr(torch.ops.fxfuse, name).default]
+    return next(c.function for c in op.candidates if c.name == "triton"), op.reference
+
+
+def assert_same(
+    got: tuple[Tensor, ...], want: tuple[Tensor, ...], used: int | None = None, skipped: tuple[int, ...] = ()
+) -> None:
+    """Values, and what a graph relies on; ``skipped`` outputs only up to row ``used``."""
+    for i, (g, w) in enumerate(zip(got, want, strict=True)):
+        assert (g.shape, g.dtype, g.stride()) == (w.shape, w.dtype, w.stride()), i
+        g, w = (g[:used], w[:used]) if i in skipped else (g, w)
+        assert (g.double() - w.double()).norm() <= EXACT * w.double().norm(), i
+
+
+@pytest.mark.parametrize("routing", ["some_outside", "nobody", "one_busy"])
+@every_block
+def test_block_forward_and_backward(fields: dict[str, Any], routing: str) -> None:
+    forward = arguments(Block(routing=routing, **fields))
+    function, reference = candidate("grouped_mlp")
+    want = reference(**forward)
+    used = int(want[5][-1])
+    assert_same(function(**forward), want, used, skipped=(1, 2))
+    silent = {**forward, "save": False}
+    assert_same(function(**silent), reference(**silent))
+    function, reference = candidate("grouped_mlp_backward")
+    for save in (True, False):
+        backward = backward_arguments(forward, want[1:], save)
+        assert_same(function(**backward), reference(**backward))
+
+
+@every_block
+def test_ends_that_are_given(fields: dict[str, Any]) -> None:
+    forward = arguments(Block(**fields))
+    function, reference = candidate("grouped_mlp")
+    forward["ends"] = torch.tensor([0, 4, 4, 9], dtype=torch.int32)
+    assert_same(function(**forward), reference(**forward), 9, skipped=(1, 2))
+
+
+@pytest.mark.parametrize("missing", range(7))
+def test_gradients_that_nobody_wants(missing: int) -> None:
+    forward = arguments(Block(separate=False))
+    _, *saved = candidate("grouped_mlp")[1](**forward)
+    function, reference = candidate("grouped_mlp_backward")
+    backward = backward_arguments(forward, tuple(saved), True)
+    for mask in ([i != missing and m for i, m in enumerate(backward["mask"])], [i == missing for i in range(7)]):
+        wanted = {**backward, "mask": [m and t for m, t in zip(mask, backward["mask"], strict=True)]}
+        assert_same(function(**wanted), reference(**wanted))
+
+
+@pytest.mark.parametrize(("tokens", "chosen"), [(0, 2), (3, 0), (1, 1)])
+def test_hardly_any_rows(tokens: int, chosen: int) -> None:
+    forward = arguments(Block(tokens=tokens, chosen=chosen))
+    function, reference = candidate("grouped_mlp")
+    want = reference(**forward)
+    assert_same(function(**forward), want)
+    function, reference = candidate("grouped_mlp_backward")
+    backward = backward_arguments(forward, want[1:], True)
+    assert_same(function(**backward), reference(**backward))
+
+
+@pytest.mark.parametrize("ends", [[2, 2, 6, 9], [0, 0, 0, 0], [0, 10, 10, 10]])
+@every_block
+def test_experts_alone(fields: dict[str, Any], ends: list[int]) -> None:
+    both = arguments(Block(**fields))
+    forward = {n: v for n, v in both.items() if n not in ("x", "ids", "p", "first")}
+    forward |= {"rows": torch.randn(10, ODD["width"], dtype=F64), "ends": torch.tensor(ends, dtype=torch.int32)}
+    function, reference = candidate("grouped_experts")
+    want = reference(**forward)
+    assert_same(function(**forward), want, ends[-1], skipped=(1, 2))
+    there = [forward[n] is not None for n in ("rows", "w_gate", "w_up", "w_down", "b_gate", "b_down")]
+    backward = {n: v for n, v in forward.items() if n != "save"} | {"grad": torch.randn_like(want[0]), "mask": there}
+    function, reference = candidate("grouped_experts_backward")
+    for h, u in ((want[1], want[2] if forward["w_up"] is not None else None), (None, None)):
+        assert_same(function(**backward, h=h, u=u), reference(**backward, h=h, u=u))
+
+
+@pytest.mark.parametrize("contiguous", ["rows", "columns"])
+def test_weight_gradients_are_laid_out_as_the_weights(contiguous: str) -> None:
+    forward = arguments(Block())
+    if contiguous == "columns":
+        for n in ("w_gate", "w_down"):
+            forward[n] = forward[n].transpose(1, 2).contiguous().transpose(1, 2)
+    _, *saved = candidate("grouped_mlp")[1](**forward)
+    backward = backward_arguments(forward, tuple(saved), True)
+    got = candidate("grouped_mlp_backward")[0](**backward)
+    assert got[2].stride() == forward["w_gate"].stride() and got[4].stride() == forward["w_down"].stride()
+
+
+# ------------------------------------------------------------------------------------------------ the kernels' operators
+
+
+def calls() -> list[tuple[str, tuple[Any, ...]]]:
+    """One call of each operator on tensors."""
+    rows, ends = torch.randn(6, 8), torch.tensor([2, 2, 5], dtype=torch.int32)
+    gather, w, w_down = torch.randint(4, (6,)), torch.randn(3, 8, 8), torch.randn(3, 8, 4)
+    x, ids = torch.randn(4, 8), torch.randint(-1, 4, (3, 2))
+    kind = ("silu", "concat", None, None)
+    _, inverse, counted = torch.ops.fxfuse.moe_route(ids, 3, "portable")
+    half = torch.randn(3, 4, 8)
+    return [
+        ("moe_up", (x, gather, w, None, None, ends, *kind, True, "portable")),
+        ("moe_up", (x, gather, half, half, None, ends, "gelu", "separate", 0.5, 1.5, True, "portable")),
+        ("moe_up", (rows, None, half, None, torch.randn(3, 4), ends, "relu", "plain", None, None, False, "portable")),
+        ("moe_matmul", (rows, w, ends, True, None, True, "portable")),
+        ("moe_matmul", (rows, torch.randn(3, 8, 5), ends, False, torch.randn(3, 5), False, "portable")),
+        ("moe_dh", (x, gather, w_down, torch.rand(6), rows, None, ends, *kind, "portable")),
+        ("moe_dh", (rows, None, w_down, None, rows[:, :4], rows[:, 4:], ends, "silu", "separate", None, None, "portable")),
+        ("moe_wgrad", (rows, x, None, gather, ends, "portable")),
+        ("moe_bias_gradient", (x, ends, torch.rand(6), gather, "portable")),
+        ("moe_route", (ids, 3, "portable")),
+        ("moe_combine", (rows, torch.rand(3, 2), torch.randn(3, 8), ids, inverse, counted, rows.bfloat16(), "portable")),
+    ]
+
+
+@pytest.mark.parametrize("place", range(11))
+def test_fakes_of_the_operators(place: int) -> None:
+    name, args = calls()[place]
+    operator = getattr(torch.ops.fxfuse, name).default
+    torch.library.opcheck(operator, args, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_every_path_has_every_function() -> None:
+    functions = {"up", "matmul", "dh", "wgrad", "route", "combine", "bias_gradient"}
+    for name in kernels.PATHS:
+        assert functions <= set(dir(kernels.path(name))), name
+
+
+# ------------------------------------------------------------------------------------------------ when they may run
+
+
+def refusal(**changes: Any) -> str | None:
+    return grouped_kernels.refusal(**{**arguments(Block(dtype=BF16)), **changes})
+
+
+def test_they_are_off_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FXFUSE_KERNELS", raising=False)
+    assert refusal() == kernels.REFUSAL and "FXFUSE_KERNELS=1" in kernels.REFUSAL
+    monkeypatch.setenv("FXFUSE_KERNELS", "0")
+    assert refusal() == kernels.REFUSAL
+
+
+def test_what_they_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FXFUSE_KERNELS", "1")
+    assert refusal() is None
+    assert "not with torch.float64" in (refusal(p=torch.rand(5, 2, dtype=F64)) or "")
+    assert "up to 1024 experts" in (refusal(w_down=torch.empty(1025, 2, 2)) or "")
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("routing", [n for n in ROUTINGS if n != "nobody"])
+def test_a_compiled_block_runs_them(routing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the real graph and Inductor, as on a GPU where they are the fastest."""
+    monkeypatch.setenv("FXFUSE_KERNELS", "1")
+    monkeypatch.setattr(choose, "_on_gpu", lambda node: True)
+    monkeypatch.setattr(measure, "fastest", lambda node, candidates, *_: candidates[-1])
+    ran: set[str] = set()
+
+    def watched(name: str) -> Any:
+        twin = getattr(reference, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            ran.add(name)
+            return twin(*args, **options)
+
+        return call
+
+    block = Block(dtype=torch.float32, routing=routing, tokens=7)
+    call = block.of(fxfuse.ops.grouped_mlp)
+    args = block.inputs()
+    leaves = [a for a in args if a is not None and a.requires_grad]
+
+    def step(function: Any) -> list[Tensor]:
+        out = function(*args)
+        return [out, *torch.autograd.grad(out.square().sum(), leaves)]
+
+    want = step(call)
+    for name in ("route", "up", "matmul", "combine", "dh", "wgrad", "bias_gradient"):
+        monkeypatch.setattr(reference, name, watched(name))
+    got = step(torch.compile(call, backend="fxfuse", dynamic=False))
+    assert ran == {"route", "up", "matmul", "combine", "dh", "wgrad", "bias_gradient"}
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g, w, rtol=1e-4, atol=1e-5)
