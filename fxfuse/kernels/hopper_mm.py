@@ -62,6 +62,7 @@ def mm_use(
                 p = p.to(out.dtype)  # the activation is that of what is saved
                 if SAVE:
                     put_after(hg, buffer, p, row, end, left)
+                # p is done before q begins where it can be: both at once do not fit in the registers
                 if MODE == 3:
                     g, u = unzip(p)
                     v = gated(g.to(gl.float32), u.to(gl.float32), ACT, LIMIT, ALPHA).to(out.dtype)
@@ -72,11 +73,12 @@ def mm_use(
                     put_after(hu, buffer, q, row, end, right)
                 if MODE == 1:
                     p = activated(p.to(gl.float32), ACT, LIMIT, ALPHA)
-                    q = activated(q.to(gl.float32), ACT, LIMIT, ALPHA)
                     if ACT == "sigmoid":
                         p = gl.where(e < E, p, 0.0)
-                        q = gl.where(e < E, q, 0.0)
                     put_after(out, buffer, p, row, end, left)
+                    q = activated(q.to(gl.float32), ACT, LIMIT, ALPHA)
+                    if ACT == "sigmoid":
+                        q = gl.where(e < E, q, 0.0)
                     put_after(out, buffer, q, row, end, right)
                 elif MODE == 2:
                     v = gated(p.to(gl.float32), q.to(gl.float32), ACT, LIMIT, ALPHA)

@@ -433,13 +433,13 @@ def expect(bar: Barrier, size: int) -> None:
 def modules() -> dict[str, types.ModuleType]:
     """Stand-ins for what ``hopper`` imports."""
 
-    def module(name: str, **content: Any) -> types.ModuleType:
+    def made_of(name: str, **content: Any) -> types.ModuleType:
         made = types.ModuleType(name)
         made.__dict__.update(content)
         return made
 
     nothing = lambda *args, **options: None  # noqa: E731
-    gl = module(
+    gl = made_of(
         f"{NAMES}.gluon.language",
         **{f"{kind}Layout": nothing for kind in ("NVMMAShared", "NVMMADistributed", "Slice", "Blocked", "SwizzledShared")},
         constexpr=lambda v: v, static_range=range, static_assert=nothing,
@@ -454,24 +454,28 @@ def modules() -> dict[str, types.ModuleType]:
         maximum=lambda a, b: max(a, b) if not isinstance(a, torch.Tensor) else torch.maximum(a, torch.as_tensor(b)),
         split=lambda t: tuple(t.unbind(-1)), join=lambda a, b: torch.stack([a, b], -1),
         permute=lambda t, order: t.permute(*order), reshape=lambda t, shape: t.reshape(*shape),
-        exp2=torch.exp2, erf=torch.erf,
+        exp2=torch.exp2, abs=torch.abs,
     )  # fmt: skip
-    hopper = module(
+    hopper = made_of(
         f"{NAMES}.gluon.language.nvidia.hopper",
         fence_async_shared=fence, warpgroup_mma=wgmma, warpgroup_mma_wait=wgmma_wait,
-        mbarrier=module("mbarrier", MBarrierLayout=nothing, init=init, wait=wait, arrive=arrive, expect=expect),
-        tma=module("tma", async_copy_global_to_shared=tma_load, async_copy_shared_to_global=tma_store, store_wait=store_wait),
+        mbarrier=made_of("mbarrier", MBarrierLayout=nothing, init=init, wait=wait, arrive=arrive, expect=expect),
+        tma=made_of("tma", async_copy_global_to_shared=tma_load, async_copy_shared_to_global=tma_store, store_wait=store_wait),
     )  # fmt: skip
-    gluon = module(f"{NAMES}.gluon", jit=Jitted, language=gl)
-    found = [module(NAMES, gluon=gluon), gluon, gl, module(f"{NAMES}.gluon.language.nvidia", hopper=hopper), hopper]
-    found += [module(f"{NAMES}.gluon.nvidia"), module(f"{NAMES}.gluon.nvidia.hopper", TensorDescriptor=Descriptor)]
+    gluon = made_of(f"{NAMES}.gluon", jit=Jitted, language=gl)
+    found = [made_of(NAMES, gluon=gluon), gluon, gl, made_of(f"{NAMES}.gluon.language.nvidia", hopper=hopper), hopper]
+    found += [made_of(f"{NAMES}.gluon.nvidia"), made_of(f"{NAMES}.gluon.nvidia.hopper", TensorDescriptor=Descriptor)]
     return {m.__name__: m for m in found}
 
 
-def loaded(folder: Path) -> Kernels:
-    """The kernels of a folder, for the machine."""
+def module(name: str, folder: Path) -> types.ModuleType:
+    """A module of a folder, and all that it imports from there, for the machine."""
     package = types.ModuleType("hopper_on_the_model")
     package.__path__ = [str(folder)]
     with patch.dict(sys.modules, modules() | {package.__name__: package}):  # forgets what is imported here
-        found = [importlib.import_module(f"{package.__name__}.hopper_{name}") for name in ("mm", "dh", "wgrad")]
-    return Kernels(Descriptor, *[getattr(m, name) for m, name in zip(found, ("mm", "dh", "wgrad"), strict=True)])
+        return importlib.import_module(f"{package.__name__}.{name}")
+
+
+def kernels(folder: Path) -> Kernels:
+    """What a launcher launches, for the machine."""
+    return Kernels(Descriptor, *[getattr(module(f"hopper_{name}", folder), name) for name in ("mm", "dh", "wgrad")])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import gluon_model
 from fxfuse.kernels import hopper_launch as launch
 from fxfuse.kernels import reference
 
-ROOT = Path(__file__).parents[2]
+SOURCES = Path(launch.__file__).parent
 BF16 = torch.bfloat16
 ROWS: dict[str, list[int]] = {
     "balanced": [70, 70, 70, 70],
@@ -53,16 +54,25 @@ class Fill:
 
 
 @pytest.fixture(scope="module")
-def kernels() -> Any:
-    return gluon_model.loaded(ROOT / "fxfuse" / "kernels")
+def kernels() -> launch.Kernels:
+    return gluon_model.kernels(SOURCES)
 
 
 @pytest.fixture(params=[0, 1])
-def machine(request: pytest.FixtureRequest, kernels: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[gluon_model.Machine]:
+def machine(
+    request: pytest.FixtureRequest, kernels: launch.Kernels, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[gluon_model.Machine]:
     pytest.importorskip("triton")
+    with launching(kernels, request.param, monkeypatch) as machine:
+        yield machine
+
+
+@contextmanager
+def launching(kernels: launch.Kernels, seed: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[gluon_model.Machine]:
+    """The launcher's launches go to a machine of three processors; what it allocates is poisoned."""
     from fxfuse.kernels import hopper_tiles
 
-    with gluon_model.running(request.param) as machine:
+    with gluon_model.running(seed) as machine:
 
         def poisoned(shape: Any, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
             made = torch.empty(shape, dtype=dtype or like.dtype)
@@ -223,3 +233,49 @@ def test_wgrad_is_added_to_a_buffer(machine: gluon_model.Machine, dtype: torch.d
     true = before.double() + reference.wgrad(case.clean(d), case.clean(x), None, None, case.ends)
     assert launch.wgrad(d, x, None, None, case.ends, into=into) is into
     assert_close(into, true, 2**-7 if dtype is BF16 else 2**-20)
+
+
+# ------------------------------------------------------------------------------------------------ errors that the model finds
+
+MUTANTS = {
+    "a stage is given back while its product is under way": ("hopper_rows.py", "empty.index(back(s, S))", "empty.index(s)"),
+    "a staging buffer is written while it is stored": ("hopper.py", "    tma.store_wait(0)\n    put(", "    put("),
+    "the odd block of 64 rows": ("hopper.py", "gl.maximum(2 * i - odd, 0)", "2 * i"),
+    "no clipping at the end of an expert": (
+        "hopper.py",
+        "[FAR, end, FAR - end + row, column]",
+        "[FAR, end + 64, FAR - end - 64 + row, column]",
+    ),
+    "no fence before a store": ("hopper.py", "    fence_async_shared()\n", ""),
+    "bytes of a stage": ("hopper_rows.py", "(128 + BN) * BK", "(64 + BN) * BK"),
+    "phase of the mailbox": ("hopper.py", "heard.index(j), phase ^ 1", "heard.index(j), phase"),
+    "the up half of a weight": ("hopper_rows.py", ".slice(H, H, dim=1)", ".slice(0, H, dim=1)"),
+    "h is read past the last expert": ("hopper_dh.py", "seen = gl.where(e < E, end, row)", "seen = end"),
+    "which buffers of h": ("hopper_dh.py", "2 * cid + (i + 1) % 2", "2 * cid + i % 2"),
+    "phase of h": ("hopper_dh.py", "arrived.index(place), i // 2", "arrived.index(place), 0"),
+    "a pair of buffers is filled while it is stored": ("hopper_dh.py", "    tma.store_wait(0)\n    if i == 1", "    if i == 1"),
+    "no wait between stores of a gradient": ("hopper_wgrad.py", "tma.store_wait(1)", "tma.store_wait(2)"),
+    "a stage is given back before the first product of an expert": ("hopper_wgrad.py", "pred=k > start", "pred=k > 0"),
+    "rows of the next tile": ("hopper_wgrad.py", "        start = start1\n", ""),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_an_error_in_the_kernels_shows(mutant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    name, old, new = MUTANTS[mutant]
+    for file in SOURCES.glob("hopper*.py"):
+        text = file.read_text()
+        assert file.name != name or old in text
+        (tmp_path / file.name).write_text(text.replace(old, new) if file.name == name else text)
+    found = []
+    for seed in range(6):
+        with launching(gluon_model.kernels(tmp_path), seed, monkeypatch) as machine:
+            try:
+                test_up(machine, "skewed", 136, False, "concat", True)
+                test_dh(machine, "tail", 72, True, "concat", True)
+                test_wgrad(machine, "skewed", 136, 520)
+            except Exception as error:  # whatever it is: numbers, a deadlock, a lost fence
+                found.append(error)
+                break
+    assert found

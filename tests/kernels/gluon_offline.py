@@ -1,0 +1,91 @@
+"""Compile the launches of the Hopper kernels for sm_90 with no GPU: what a launcher passes is what is compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.runtime.jit import create_function_from_signature
+
+from fxfuse.kernels import hopper_launch, hopper_tiles
+
+TARGET = GPUTarget("cuda", 90, 32)
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+@dataclasses.dataclass(frozen=True)
+class Needs:
+    """Of one thread: the most registers that a partition uses, and bytes of stack. Of one block: bytes of shared memory."""
+
+    registers: int
+    stack: int
+    shared: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """A call of a kernel, as Triton would see it."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+    def compiled(self) -> Any:
+        backend = make_backend(TARGET)
+        bind = create_function_from_signature(self.kernel.signature, self.kernel.params, backend)
+        bound, specialization, options = bind(*self.args, **self.options, debug=False, instrumentation_mode="")
+        parsed, signature, constants, attributes = self.kernel._pack_args(backend, options, bound, specialization, options)
+        source = GluonASTSource(self.kernel, signature, constants, attributes)
+        return triton.compile(source, target=TARGET, options=parsed.__dict__)
+
+
+class Recorder:
+    """Stands for a kernel."""
+
+    def __init__(self, kernel: Any, launches: list[Launch]) -> None:
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *args, **options: self.launches.append(Launch(self.kernel, grid, args, options))
+
+
+@contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """What would have been launched meanwhile, without the tile lists."""
+    launches: list[Launch] = []
+    real = hopper_launch._kernels()
+    kernels = real._replace(**{name: Recorder(getattr(real, name), launches) for name in ("mm", "dh", "wgrad")})
+    with (
+        patch.object(hopper_launch, "_kernels", lambda: kernels),
+        patch.object(hopper_launch, "_processors", lambda device: 132),
+        patch.object(hopper_tiles, "fill", Recorder(hopper_tiles.fill, [])),
+    ):
+        yield launches
+
+
+def needs(binary: Any) -> Needs:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        usage = _shown("-res-usage", file.name)
+        instructions = _shown("-sass", file.name)
+    found = re.search(r"STACK:(\d+)", usage)
+    assert found is not None, usage
+    registers = 1 + max(int(r) for r in re.findall(r"\bR(\d+)\b", instructions))
+    return Needs(registers, int(found[1]), binary.metadata.shared)
+
+
+def _shown(what: str, file: str) -> str:
+    return subprocess.run([CUOBJDUMP, what, file], capture_output=True, text=True, check=True).stdout
