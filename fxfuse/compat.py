@@ -6,6 +6,7 @@ Imports are local: importing fxfuse loads neither ``torch._dynamo`` nor ``torch.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -269,21 +270,12 @@ class ShapeGuardError(RuntimeError):
     """A trace specialised a symbolic size."""
 
 
-def trace(
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    table: Mapping[Any, Callable[..., Any]],
-    *,
-    forbid_guards: bool,
-    on_traced: Callable[[Graph], None] | None = None,
-) -> Graph:
-    """The functional aten graph of ``function`` on fake ``args``, with no ambient autocast, grad or inference mode.
+@contextlib.contextmanager
+def tracing(args: Sequence[Any], *, forbid_guards: bool) -> Iterator[None]:
+    """Where functions of fake ``args`` are traced: under their fake mode, with no ambient autocast, grad or inference mode.
 
-    Shape guards are dropped, or with ``forbid_guards`` a ShapeGuardError. ``on_traced`` sees the graph before dead code goes.
+    Shape guards are dropped, or with ``forbid_guards`` a ShapeGuardError.
     """
-    from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
-    from torch.fx.experimental.proxy_tensor import make_fx
-
     mode = fake_mode_of(args) or new_fake_mode()
     env = mode.shape_env
     with contextlib.ExitStack() as stack:
@@ -296,15 +288,69 @@ def trace(
         if env is not None and forbid_guards:
             stack.enter_context(no_new_guards(mode))
         stack.enter_context(mode)
-        traced = make_fx(
+        yield
+
+
+def trace(
+    function: Callable[..., Any], args: Sequence[Any], table: Mapping[Any, Callable[..., Any]], *, forbid_guards: bool
+) -> Graph:
+    """The functional aten graph of ``function`` on fake ``args``, dead code included."""
+    from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with tracing(args, forbid_guards=forbid_guards):
+        return make_fx(
             dispatch_functionalize(function, FunctionalTensorMode()),
             decomposition_table=dict(table),
             _allow_non_fake_inputs=True,
-        )(*args)
-    if on_traced is not None:
-        on_traced(traced.graph)
-    traced.graph.eliminate_dead_code()
-    return traced.graph
+        )(*args).graph
+
+
+def dispatch_mode(call: Callable[..., Any]) -> Any:
+    """Where an operator ``op`` on fake tensors becomes ``call(op, args, kwargs)``; inside ``call`` operators run as usual."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    device = torch.ops.prim.device.default
+
+    class Mode(TorchDispatchMode):
+        @classmethod
+        def is_infra_mode(cls) -> bool:  # what another thread runs meanwhile is none of its business
+            return True
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is device:  # autograd asks all the time
+                return args[0].fake_device
+            return call(func, args, kwargs or {})
+
+    return Mode()
+
+
+def is_composite(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether autograd would have run an operator as the smaller ones that it is made of."""
+    from torch.utils._python_dispatch import autograd_would_have_decomposed
+
+    if not _can_decompose(op):
+        return False
+    given = [*args, *kwargs.values()]
+    tensors = [t for a in given for t in (a if isinstance(a, (list, tuple)) else [a]) if isinstance(t, torch.Tensor)]
+    return autograd_would_have_decomposed(op, tensors)
+
+
+@functools.cache
+def _can_decompose(op: Any) -> bool:
+    return op._can_decompose()
+
+
+def storage(tensor: torch.Tensor) -> int:
+    """Names the memory of a tensor as long as that lives; fake tensors have theirs too."""
+    return tensor.untyped_storage()._cdata
+
+
+def without_history(tensor: Any) -> Any:
+    """A fake tensor as it is, without the autograd graph that made it."""
+    from torch.fx.experimental.proxy_tensor import snapshot_fake
+
+    return snapshot_fake(tensor)
 
 
 def traced_so_far() -> int:

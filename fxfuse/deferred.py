@@ -85,7 +85,9 @@ def _traced(
     call: Callable[..., Any], key: Any, metas: list[Any], table: Decompositions, traces: TraceCache, *, forbid_guards: bool
 ) -> Graph:
     def trace() -> Graph:
-        return compat.trace(call, metas, table, forbid_guards=forbid_guards)
+        traced = compat.trace(call, metas, table, forbid_guards=forbid_guards)
+        traced.eliminate_dead_code()
+        return traced
 
     cached = all(isinstance(m, torch.Tensor) for m in metas)  # the cache tells tensors apart, not symbols
     return traces.get(key, metas, trace) if cached else trace()

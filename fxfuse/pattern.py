@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -11,6 +12,7 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 from . import compat
+from .recorder import trace, traced_so_far
 from .values import is_tensor, metadata, value
 
 Decompositions = Mapping[Any, Callable[..., Any]]
@@ -85,8 +87,8 @@ def trace_forward(
     def run(*tensors: Any) -> tuple[Any, ...]:
         return as_tuple(function(*_spread(tensors, given, len(metas))))
 
-    inputs = [fresh(metas[i], wanted[i]) for i in given]
-    graph = compat.trace(run, inputs, table, forbid_guards=forbid_guards)
+    graph = trace(run, [fresh(metas[i], wanted[i]) for i in given], table, forbid_guards=forbid_guards)
+    graph.eliminate_dead_code()
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     return Traced(graph, tuple(_spread(placeholders, given, len(metas))), tuple(_results(graph)))
 
@@ -108,32 +110,30 @@ def trace_joint(
         nonlocal forward_length
         *inputs, cotangent = tensors
         outputs = as_tuple(function(*_spread(inputs, given, len(metas))))
-        forward_length = compat.traced_so_far()
+        forward_length = traced_so_far()
         wanted = [t for t, i in zip(inputs, given, strict=True) if mask[i]]
         if not outputs[0].requires_grad:
-            return (outputs[0], *[None] * len(wanted))
-        return (outputs[0], *torch.autograd.grad(outputs[0], wanted, cotangent, allow_unused=True))
+            return (*[None] * len(wanted), *outputs)
+        return (*torch.autograd.grad(outputs[0], wanted, cotangent, allow_unused=True), *outputs)
 
     inputs = [fresh(metas[i], mask[i]) for i in given]
-    graph = compat.trace(run, [*inputs, fresh(tangent)], table, forbid_guards=forbid_guards, on_traced=_mark_order)
+    graph = trace(run, [*inputs, fresh(tangent)], table, forbid_guards=forbid_guards)
+    first = set(itertools.islice(graph.nodes, forward_length))
+    graph.eliminate_dead_code()
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     results = _results(graph)
-    wanted = iter(results[1:])
+    wanted = iter(results)
+    grads = tuple(next(wanted) if m else None for m in mask)
     depends = _dependants(graph, placeholders[-1])
     return Traced(
         graph,
         tuple(_spread(placeholders[:-1], given, len(metas))),
-        (results[0],),
+        tuple(wanted),
         placeholders[-1],
-        tuple(next(wanted) if m else None for m in mask),
-        frozenset(n for n in graph.nodes if n.meta["trace_order"] < forward_length and n not in depends),
+        grads,
+        frozenset(n for n in graph.nodes if n in first and n not in depends),
         depends,
     )
-
-
-def _mark_order(graph: Graph) -> None:
-    for i, node in enumerate(graph.nodes):
-        node.meta["trace_order"] = i
 
 
 def _results(graph: Graph) -> Sequence[Any]:

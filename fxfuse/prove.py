@@ -82,18 +82,20 @@ def _prove(context: Context, guess: Guess) -> Region | Refusal:
         return bound
     if table.class_of[root] in guess.given:
         return Refusal("it would only copy an input", root)
-    forward = _prove_forward(context, guess)
-    if isinstance(forward, Refusal):
-        return forward
-    outputs = forward
+    derived = _prove_derived(context, guess) if fusion.side == "joint" and context.has_backward else None
+    outputs = [table.class_of[root]] if isinstance(derived, _Derived) else _prove_forward(context, guess)
+    if isinstance(outputs, Refusal):
+        return outputs
+    if isinstance(derived, Exception):
+        raise derived
     refused = _ask(context, guess)
     if refused is not None:
         return refused
     region = _cut_forward(context, guess, outputs)
     if isinstance(region, Refusal):
         return region
-    if fusion.side == "joint" and context.has_backward:
-        refused = _cut_backward(context, guess, region)
+    if derived is not None:
+        refused = _cut_backward(context, guess, region, derived)
         if refused is not None:
             return refused
     return _check_liveness(context, guess, region, outputs) or region
@@ -250,13 +252,31 @@ def _cut_forward(context: Context, guess: Guess, outputs: list[int]) -> Region |
 # ------------------------------------------------------------------------------------------------ backward
 
 
-def _cut_backward(context: Context, guess: Guess, region: Region) -> Refusal | None:
-    """Find the cotangent and the gradients that autograd derived; leaves the region as it is where there are none."""
-    found = _find_cotangent(context, guess, region)
-    if found is None:
+@dataclasses.dataclass(frozen=True)
+class _Derived:
+    """A proof of a forward and of the backward that autograd derived from it, by one trace."""
+
+    tangent: Node
+    mask: tuple[bool, ...]
+    traced: Traced
+    classes: dict[Node, int]
+
+
+def _prove_derived(context: Context, guess: Guess) -> _Derived | Exception | None:
+    """The gradients of the root, found with the root itself.
+
+    None where there are none or the pattern is not there; what differentiating the pattern raised, if it did.
+    """
+    if not any(_differentiable(guess)):
         return None
-    tangent, mask, traced, env = found
-    region.tangent, region.mask = tangent, mask
+    region = _cut_forward(context, guess, [context.table.class_of[guess.root]])
+    return None if isinstance(region, Refusal) else _find_cotangent(context, guess, region)
+
+
+def _cut_backward(context: Context, guess: Guess, region: Region, derived: _Derived) -> Refusal | None:
+    """Find the nodes of the gradients and everything of the backward before them."""
+    tangent, traced, env = derived.tangent, derived.traced, derived.classes
+    region.tangent, region.mask = tangent, derived.mask
     table, given = context.table, guess.given
     used: set[Node] = set()
     for gradient, dims in zip(traced.grads, guess.layouts, strict=True):
@@ -307,28 +327,34 @@ def _contribution(context: Context, region: Region, c: int, used: set[Node], giv
     return nodes[0] if nodes else None
 
 
-def _find_cotangent(
-    context: Context, guess: Guess, region: Region
-) -> tuple[Node, tuple[bool, ...], Traced, dict[Node, int]] | None:
+def _find_cotangent(context: Context, guess: Guess, region: Region) -> _Derived | Exception | None:
     """The backward value that is the gradient of the root, by proof: retraced with it, the gradients are in the table."""
-    table = context.table
+    table, wanted = context.table, context.table.class_of[guess.root]
+    everything = tuple(_differentiable(guess))
     tried: set[int] = set()
     for node in _cotangent_candidates(context, region):
         c = table.class_of.get(node)
         if c is None or c in tried:
             continue
         tried.add(c)
-        mask = tuple(_differentiable(guess))
-        for _ in range(2):
-            if not any(mask):
-                break
-            traced = _traced_joint(context, guess, mask, node)
+        mask = everything
+        while any(mask):
+            try:
+                traced = _traced_joint(context, guess, mask, node)
+            except Exception as error:  # a wrong guess may not even run
+                return error
+            if len(traced.outputs) != 1:
+                return None
             env = evaluate_traced(traced, table, guess.classes, c)
-            if env[traced.outputs[0]] != table.class_of[guess.root]:
+            if env[traced.outputs[0]] != wanted or not same_shape_and_dtype(value(traced.outputs[0]), value(guess.root)):
+                if mask == everything:
+                    return None  # the forward is another, whatever the cotangent
                 break
             found = tuple(_is_present(context, traced, env, g, d) for g, d in zip(traced.grads, guess.layouts, strict=True))
             if found == mask:
-                return node, mask, traced, env
+                return _Derived(node, mask, traced, env)
+            if mask != everything:
+                break
             mask = found
     return None
 

@@ -126,7 +126,7 @@ def _trace_differentiable(context: Context, region: Region, metas: Sequence[Any]
     used_later = {a for n in backward for a in n.all_input_nodes}
     saved = tuple(n for n in forward if n in used_later and is_tensor(n) and not _is_known(n, traced))
     gradients = tuple(g for g, m in zip(traced.grads, region.mask, strict=True) if m)
-    return _Replacement(traced, forward, traced.outputs, saved, traced, backward, gradients)
+    return _Replacement(traced, forward, traced.outputs[:1], saved, traced, backward, gradients)
 
 
 def _is_known(node: Node, traced: Traced) -> bool:

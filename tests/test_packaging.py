@@ -65,7 +65,7 @@ LAYERS = [
     "recipe fp8_recipes",
     "ops kernels",
     "compat",
-    "config experts spellings samples display pattern",
+    "config experts spellings samples display recorder pattern",
     "registry page trace doctor deferred checkout",
     "fusion settings",
     "verification match region nearmiss",
