@@ -8,7 +8,8 @@ contenders are in one pool: random order each round, the same idle gap before ea
 ms            with the list of tiles or the counter that a launch needs
 useful TF/s   2 S N K over ms: rows of padding count nothing
 error         relative, in norm, the worst of the outputs
-``torch._grouped_mm`` has neither activation nor its backward: what ``up`` and ``dh`` do besides the product is not in its time.
+``torch._grouped_mm`` has neither activation nor its backward: what ``up`` does besides the product is not in its time, and ``dh``
+is to be compared with its product alone and the time of pointwise kernels.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def products(experts: int, hidden: int, inner: int, chosen: int, tokens: int, ro
         Product(
             "dh",
             one,
-            {"hopper": lambda: launch.dh(grad, None, w2, p, h, None, ends, *kind), "grouped_mm": lambda: (gmm(grad, w2, ends),)},
+            {"hopper": lambda: launch.dh(grad, None, w2, p, h, None, ends, *kind)},
             some(lambda g, w, p, h, e: reference.dh(g, None, w, p, h, None, e, *kind), grad, w2, p, h),
         ),
         Product(
