@@ -19,7 +19,23 @@ from .pattern import Decompositions, trace_forward
 from .region import inverse
 from .samples import SENTINELS, Example, shape_of
 from .spellings import CAST, VIEWS, number_graph, target_name
-from .values import COMMUTATIVE, LINEAR, PERMUTE, SCALE, SLICE, UNIQUE, VIEW, Arg, Key, Table, is_tensor, operands, size, sizes
+from .values import (
+    COMMUTATIVE,
+    LINEAR,
+    PERMUTE,
+    SCALE,
+    SLICE,
+    UNIQUE,
+    VIEW,
+    Arg,
+    Key,
+    Table,
+    is_tensor,
+    operands,
+    size,
+    sizes,
+    value,
+)
 
 MAX_STEPS = 400
 """How many comparisons one root is worth."""
@@ -283,6 +299,11 @@ class Finder:
         if have[0] in (VIEW, PERMUTE, SLICE, SCALE, _CAST_HEAD) and self.model.head(have[1][1]) == want[0]:
             between = "cast" if have[0] == _CAST_HEAD else have[0]
             return f" of {_readable(self.model, have[1][1])}: a {between} lies in between"
+        if want[0] == SCALE and any(_is_float_input(self.model, c) for c in operands(have)):
+            return (
+                "; the factor is a Python float that dynamic=True makes an input of the graph: with "
+                "torch._dynamo.config.specialize_float = True it stays a number"
+            )
         return ""
 
 
@@ -321,6 +342,14 @@ def _found(table: Table, m: int | None) -> str:
     node = next(iter(table.members.get(m, ())), None)
     where = f" = {node.name}" if node is not None else ""
     return f"{name}{where} {_dims(table, m)} {_dtype(table, m)}"
+
+
+def _is_float_input(table: Table, c: int) -> bool:
+    """Whether a class is what Dynamo makes of a float that may change: a float64 scalar on the CPU, cast or not."""
+    while table.head(c) == _CAST_HEAD:
+        c = table.operand(c, 0)
+    inputs = [n for n in table.members.get(c, ()) if n.op == "placeholder" and is_tensor(n)]
+    return any((v := value(n)).dtype is torch.float64 and v.dim() == 0 and v.device.type == "cpu" for n in inputs)
 
 
 def _bias_hint(table: Table, have: Key) -> str:

@@ -234,6 +234,19 @@ def test_inference(name: str) -> None:
     assert compare.relative_error(got, want) <= 2e-2
 
 
+@pytest.mark.parametrize("specialize", [False, True])
+def test_floats_of_experts_under_dynamic_true(specialize: bool) -> None:
+    """Dynamo makes GPT-OSS's ``alpha`` an input of the graph, and no number."""
+    model = MODELS["gpt_oss"].build().eval()
+    ids = tokens(0)
+    with torch.no_grad(), torch._dynamo.config.patch(specialize_float=specialize):
+        got, want = compiled(model, dynamic=True)(input_ids=ids).logits, model(input_ids=ids).logits
+    report = fxfuse.last_report()
+    assert report.count("grouped_mlp") == (LAYERS if specialize else 0), report.why_not("grouped_mlp")
+    assert specialize or "specialize_float = True" in report.why_not("grouped_mlp")
+    assert compare.relative_error(got, want) <= 2e-2
+
+
 def test_experts_that_all_see_every_token_are_a_batched_mlp() -> None:
     model = LLAMA4.build()
     ids, eager = tokens(0), copy.deepcopy(model)
