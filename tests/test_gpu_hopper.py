@@ -151,11 +151,15 @@ def layout_weights(case: Case, layout: str, inner: int, width: int, transposed: 
     return w, case.weight(inner, width, transposed) if layout == "separate" else None
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("save", [True, False])
 @pytest.mark.parametrize(("inner", "width", "transposed"), [(768, 2048, False), (2880, 2880, True), (40, 40, False)])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("routing", ["zipf", "some_outside"])
-def test_up(routing: str, kind: str, inner: int, width: int, transposed: bool, save: bool) -> None:
+def test_up(
+    routing: str, kind: str, inner: int, width: int, transposed: bool, save: bool, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "GATHER_IN_KERNEL", fused)
     case, (layout, *options) = Case(routing), KINDS[kind]
     x = torch.randn(case.tokens, width, device="cuda").to(BF16)
     w, w_up = layout_weights(case, layout, inner, width, transposed)

@@ -18,6 +18,7 @@ from typing import Any
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
     fence_async_shared,
     mbarrier,
     tma,
@@ -27,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 __all__ = [
+    "async_copy",
     "back",
     "barriers",
     "beside",
@@ -113,11 +115,11 @@ def back(s, S: gl.constexpr):
 
 
 @gluon.jit
-def take(counter, slot, told, heard, j, phase):
+def take(counter, slot, told, heard, j, phase, WARPS: gl.constexpr = 1):
     # The producer claims the next tile and tells the consumers.
     t = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
     mbarrier.wait(heard.index(j), phase ^ 1)
-    slot.index(j).store(gl.full([1], t, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    slot.index(j).store(gl.full([1], t, gl.int32, gl.BlockedLayout([1], [32], [WARPS], [0])))
     mbarrier.arrive(told.index(j), count=1)
     return t
 

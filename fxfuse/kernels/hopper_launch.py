@@ -1,7 +1,8 @@
 """The Hopper path of the grouped MLP: what ``hopper``'s kernels are launched with. No path takes it by default.
 
 The functions are those of ``reference``, for bf16 and fp16. Symbols as there. Rows that are to be gathered are gathered before
-the product, by a copy: TMA on Hopper cannot, and a caller that needs them twice gathers once and passes None.
+the product, by a copy: TMA on Hopper cannot, and a caller that needs them twice gathers once and passes None. ``up`` can do
+without (``GATHER_IN_KERNEL``).
 
 Everything is on the device: the number of tiles of rows is known to the kernel only, which claims them one by one.
 """
@@ -44,7 +45,9 @@ class Config:
     """A thread, before the partitions trade: wgmma of 256 columns is not assembled for fewer than 154."""
 
 
-MM, DH, WGRAD = Config(4, 64), Config(3, 64), Config(6, 32)
+MM, GATHERED, DH, WGRAD = Config(4, 64), Config(4, 64, producer=40, consumer=232), Config(3, 64), Config(6, 32)
+GATHER_IN_KERNEL = False
+"""Whether ``up`` copies the lines of x that it needs itself, and not a kernel before it: not measured yet."""
 
 # ------------------------------------------------------------------------------------------------ what runs here
 
@@ -120,14 +123,16 @@ def up(
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``reference.up``: a (S, I); h (S, 2 I) or (S, I) and u (S, I), or empty tensors."""
-    rows = x if gather is None else x.index_select(0, gather)
+    if gather is not None and not GATHER_IN_KERNEL:
+        x, gather = x.index_select(0, gather), None
+    rows = x.shape[0] if gather is None else gather.shape[0]
     inner = w_gate.shape[1] // (2 if layout in ("concat", "interleaved") else 1)
-    a = _empty((rows.shape[0], inner), x)
+    a = _empty((rows, inner), x)
     h, u = _before(layout, a, x) if save else (_empty((0,), x), _empty((0,), x))
-    if rows.shape[0]:
+    if rows:
         left, right = _parts(layout, w_gate, w_up, 1)
         saved = _parts(layout, h, u, 1) if save else (a, None)
-        _mm(rows, left, right, a, saved, ends, _mode(layout), act, limit, alpha, save, b_gate, None)
+        _mm(x, gather, left, right, a, saved, ends, _mode(layout), act, limit, alpha, save, b_gate, None)
     return a, h, u
 
 
@@ -148,7 +153,7 @@ def matmul(
     w = w if transposed else w.transpose(1, 2)
     out = _empty((a.shape[0], w.shape[1]), a)
     if a.shape[0]:
-        _mm(a, w, None, out, (out, None), ends, PRODUCT, "", None, None, False, bias, scale)
+        _mm(a, None, w, None, out, (out, None), ends, PRODUCT, "", None, None, False, bias, scale)
     return out
 
 
@@ -241,6 +246,7 @@ def _parts(layout: str, first: Tensor, second: Tensor | None, dim: int) -> tuple
 
 def _mm(
     a: Tensor,
+    gather: Tensor | None,
     w: Tensor,
     w2: Tensor | None,
     out: Tensor,
@@ -254,20 +260,22 @@ def _mm(
     bias: Tensor | None,
     scale: Tensor | None,
 ) -> None:
-    kernels, config = _kernels(), MM
+    kernels, config = _kernels(), MM if gather is None else GATHERED
     width = config.columns // 2 if w2 is not None else config.columns
     b, order = _weight(kernels, w, config.depth, width)
     b2, order2 = (b, order) if w2 is None else _weight(kernels, w2, config.depth, width)
     if order != order2:
         raise ValueError("w_gate and w_up are stored in different orders")
     boxes = [_ragged(kernels, t, config.columns // 2) for t in (out, saved[0], saved[1]) if t is not None]
-    table = _tiles(ends, a.shape[0])
+    table = _tiles(ends, out.shape[0])
     line = ends if bias is None else bias if bias.stride(1) == 1 else bias.contiguous()
     across = -(-w.shape[1] // width)
     factors = ends if scale is None else scale.float().contiguous()
-    args = (_rows(kernels, a, config.depth), b, b2, boxes[0], boxes[1], boxes[-1], table, line, factors)
+    a = _dense(a)
+    lines = (ends, 0, ends) if gather is None else (a, _strides(a)[0], gather.contiguous())
+    args = (_rows(kernels, a, config.depth), *lines, b, b2, boxes[0], boxes[1], boxes[-1], table, line, factors)
     sizes = (line.stride(0), ends.shape[0], a.shape[1], w.shape[1], across)
-    flags = (mode, act, limit, alpha, save, bias is not None, scale is not None)
+    flags = (mode, act, limit, alpha, save, bias is not None, scale is not None, gather is not None)
     _launch(
         kernels.mm, table.shape[0] * across, config, a, *args, *sizes, config.stages, config.depth, config.columns, order, *flags
     )

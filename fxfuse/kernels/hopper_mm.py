@@ -17,7 +17,7 @@ from .hopper import (
     unzip,
 )
 from .hopper_activation import activated, gated
-from .hopper_rows import mm_load, of_columns, of_rows, products, skip
+from .hopper_rows import mm_gather, mm_load, of_columns, of_rows, products, skip
 
 
 @gluon.jit
@@ -26,6 +26,7 @@ def mm_use(
     full, empty, slot, told, heard,
     S: gl.constexpr, BK: gl.constexpr, BN: gl.constexpr, TB: gl.constexpr, MODE: gl.constexpr,
     ACT: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr, SAVE: gl.constexpr, BIAS: gl.constexpr, SCALE: gl.constexpr,
+    GATHER: gl.constexpr,
 ):  # fmt: skip
     H: gl.constexpr = BN // 2
     tiles = gl.load(table) * across
@@ -41,7 +42,7 @@ def mm_use(
         depth = gl.where(e < E, K, 0)
         seen = gl.where(e < E, end, row)  # past the last expert nothing is read: what is there need not be finite
         if row < last:
-            acc, s, phase = products(cid, depth, s, phase, abuf, bbuf, full, empty, S, BK, BN, TB)
+            acc, s, phase = products(cid, depth, s, phase, abuf, bbuf, full, empty, S, BK, BN, TB, GATHER)
             p, q = halves(acc)
             buffer = stage.index(cid)
             left = n * H if MODE == 2 else n * BN
@@ -94,16 +95,18 @@ def mm_use(
 
 @gluon.jit
 def mm(
-    a, b, b2, out, hg, hu, table, bias, scale, bias_row, E, K, N, across,
+    a, x, pitch, gather, b, b2, out, hg, hu, table, bias, scale, bias_row, E, K, N, across,
     S: gl.constexpr, BK: gl.constexpr, BN: gl.constexpr, TB: gl.constexpr, MODE: gl.constexpr,
     ACT: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr, SAVE: gl.constexpr, BIAS: gl.constexpr, SCALE: gl.constexpr,
-    PRODUCER: gl.constexpr, CONSUMER: gl.constexpr,
+    GATHER: gl.constexpr, PRODUCER: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """Rows of a (S, K) times their expert's matrix, and what MODE says.
 
-    a: boxes (64, BK). b: (E, N, K) in boxes (1, BN, BK), or (E, K, N) in boxes (1, BK, BN) if TB; in MODE 2 the gate's weight, b2
-    the up projection's, and the boxes are half as wide in N. out, hg, hu: ragged views in boxes (1, 1, 64, 128). bias: (E,
-    bias_row), in MODE 2 N gate columns and then N up columns. scale: (S,) fp32. N: columns of b. across: tiles side by side.
+    a: boxes (64, BK). With GATHER its row r is line gather[r] of x (T, K), of which each begins ``pitch`` elements after the one
+    before, and a only says how a box lies in shared memory. b: (E, N, K) in boxes (1, BN, BK), or (E, K, N) in boxes (1, BK, BN)
+    if TB; in MODE 2 the gate's weight, b2 the up projection's, and the boxes are half as wide in N. out, hg, hu: ragged views in
+    boxes (1, 1, 64, 128). bias: (E, bias_row), in MODE 2 N gate columns and then N up columns. scale: (S,) fp32. N: columns of b.
+    across: tiles side by side.
     MODE 0 stores the product, 1 its activation, 2 that of two sets of weight rows, 3 that of even and odd columns.
     Grid: one program an SM; 4 warps, to which the compiler adds those of the other partitions.
     """
@@ -111,15 +114,18 @@ def mm(
     bbuf = gl.allocate_shared_memory(b.dtype, [S, 1, BK, BN] if TB else [S, 1, BN, BK], b.layout)
     stage = gl.allocate_shared_memory(out.dtype, [2, 1, 1, 64, BN // 2], out.layout)
     slot = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    full = barriers(S, 1)
+    full = barriers(S, 129 if GATHER else 1)
     empty = barriers(S, 2)
     told = barriers(2, 1)
     heard = barriers(2, 2)
     fence_async_shared()
     gl.warp_specialize([
         (mm_use, (0, out, hg, hu, table, bias, bias_row, scale, E, K, N, across, abuf, bbuf, stage,
-                  full, empty, slot, told, heard, S, BK, BN, TB, MODE, ACT, LIMIT, ALPHA, SAVE, BIAS, SCALE)),
+                  full, empty, slot, told, heard, S, BK, BN, TB, MODE, ACT, LIMIT, ALPHA, SAVE, BIAS, SCALE, GATHER)),
         (mm_use, (1, out, hg, hu, table, bias, bias_row, scale, E, K, N, across, abuf, bbuf, stage,
-                  full, empty, slot, told, heard, S, BK, BN, TB, MODE, ACT, LIMIT, ALPHA, SAVE, BIAS, SCALE)),
+                  full, empty, slot, told, heard, S, BK, BN, TB, MODE, ACT, LIMIT, ALPHA, SAVE, BIAS, SCALE, GATHER)),
+        (mm_gather, (x, pitch, gather, b, b2, table, E, K, across, abuf, bbuf, full, empty, slot, told, heard,
+                     S, BK, BN, TB, MODE))
+        if GATHER else
         (mm_load, (a, b, b2, table, E, K, across, abuf, bbuf, full, empty, slot, told, heard, S, BK, BN, TB, MODE)),
-    ], [4, 1], [CONSUMER, PRODUCER])  # fmt: skip
+    ], [4, 4 if GATHER else 1], [CONSUMER, PRODUCER])  # fmt: skip

@@ -2,7 +2,74 @@
 
 from __future__ import annotations
 
-from .hopper import back, gl, gluon, mbarrier, step, take, tile_at, tma, warpgroup_mma, warpgroup_mma_wait
+from .hopper import (
+    async_copy,
+    back,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    step,
+    take,
+    tile_at,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+
+@gluon.jit
+def load_b(
+    b, b2, e, n, k, bar, buffer, BK: gl.constexpr, BN: gl.constexpr, TB: gl.constexpr, MODE: gl.constexpr,
+):  # fmt: skip
+    # The weights of a stage.
+    H: gl.constexpr = BN // 2
+    if MODE == 2:
+        if TB:
+            tma.async_copy_global_to_shared(b, [e, k, n * H], bar, buffer.slice(0, H, dim=2))
+            tma.async_copy_global_to_shared(b2, [e, k, n * H], bar, buffer.slice(H, H, dim=2))
+        else:
+            tma.async_copy_global_to_shared(b, [e, n * H, k], bar, buffer.slice(0, H, dim=1))
+            tma.async_copy_global_to_shared(b2, [e, n * H, k], bar, buffer.slice(H, H, dim=1))
+    elif TB:
+        tma.async_copy_global_to_shared(b, [e, k, n * BN], bar, buffer)
+    else:
+        tma.async_copy_global_to_shared(b, [e, n * BN, k], bar, buffer)
+
+
+@gluon.jit
+def mm_gather(
+    x, pitch, gather, b, b2, table, E, K, across, abuf, bbuf, full, empty, slot, told, heard,
+    S: gl.constexpr, BK: gl.constexpr, BN: gl.constexpr, TB: gl.constexpr, MODE: gl.constexpr,
+):  # fmt: skip
+    # As mm_load, with lines of x that are copied one by one by four warps.
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    column = gl.arange(0, BK, layout=gl.SliceLayout(0, L))
+    tiles = gl.load(table) * across
+    s = 0
+    phase = 0
+    j = 0
+    jphase = 0
+    t = gl.program_id(0)
+    while t < tiles:
+        e, row, _last, end, n = tile_at(table, t, across, 0)
+        t = take(table + 1, slot, told, heard, j, jphase, 4)
+        j, jphase = step(j, jphase, 2)
+        i = row + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
+        upper = gl.load(gather + i, mask=i < end, other=0).to(gl.int64) * (pitch // 8 * 8)
+        lower = gl.load(gather + i + 64, mask=i + 64 < end, other=0).to(gl.int64) * (pitch // 8 * 8)
+        upper = x + upper[:, None] + column[None, :]
+        lower = x + lower[:, None] + column[None, :]
+        for k in range(0, gl.where(e < E, K, 0), BK):
+            f = full.index(s)
+            mbarrier.wait(empty.index(s), phase ^ 1)
+            mbarrier.expect(f, BN * BK * 2)
+            load_b(b, b2, e, n, k, f, bbuf.index(s), BK, BN, TB, MODE)
+            inside = (column // 8 < (K - k) // 8)[None, :]
+            async_copy.async_copy_global_to_shared(abuf.index(2 * s), upper + k, mask=inside)
+            async_copy.async_copy_global_to_shared(abuf.index(2 * s + 1), lower + k, mask=inside)
+            async_copy.mbarrier_arrive(f, increment_count=False)
+            s, phase = step(s, phase, S)
 
 
 @gluon.jit
@@ -26,25 +93,14 @@ def mm_load(
             mbarrier.expect(f, (128 + BN) * BK * 2)
             tma.async_copy_global_to_shared(a, [row, k], f, abuf.index(2 * s))
             tma.async_copy_global_to_shared(a, [row + 64, k], f, abuf.index(2 * s + 1))
-            if MODE == 2:
-                H: gl.constexpr = BN // 2
-                if TB:
-                    tma.async_copy_global_to_shared(b, [e, k, n * H], f, bbuf.index(s).slice(0, H, dim=2))
-                    tma.async_copy_global_to_shared(b2, [e, k, n * H], f, bbuf.index(s).slice(H, H, dim=2))
-                else:
-                    tma.async_copy_global_to_shared(b, [e, n * H, k], f, bbuf.index(s).slice(0, H, dim=1))
-                    tma.async_copy_global_to_shared(b2, [e, n * H, k], f, bbuf.index(s).slice(H, H, dim=1))
-            elif TB:
-                tma.async_copy_global_to_shared(b, [e, k, n * BN], f, bbuf.index(s))
-            else:
-                tma.async_copy_global_to_shared(b, [e, n * BN, k], f, bbuf.index(s))
+            load_b(b, b2, e, n, k, f, bbuf.index(s), BK, BN, TB, MODE)
             s, phase = step(s, phase, S)
 
 
 @gluon.jit
 def products(
     cid: gl.constexpr, depth, s, phase, abuf, bbuf, full, empty,
-    S: gl.constexpr, BK: gl.constexpr, BN: gl.constexpr, TB: gl.constexpr,
+    S: gl.constexpr, BK: gl.constexpr, BN: gl.constexpr, TB: gl.constexpr, GATHER: gl.constexpr = False,
 ):  # fmt: skip
     # 64 rows times BN columns; a stage is given back when the product after it is under way.
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
@@ -52,6 +108,8 @@ def products(
     for k in range(0, depth, BK):
         mbarrier.wait(full.index(s), phase)
         b = bbuf.index(s).reshape([BK, BN]) if TB else bbuf.index(s).reshape([BN, BK]).permute((1, 0))
+        if GATHER:
+            fence_async_shared()
         acc = warpgroup_mma(abuf.index(2 * s + cid), b, acc, use_acc=k > 0, is_async=True)
         acc = warpgroup_mma_wait(1, deps=[acc])
         mbarrier.arrive(empty.index(back(s, S)), count=1, pred=k > 0)

@@ -142,6 +142,8 @@ class Task:
         self.function, self.args, self.done, self.abandoned = function, args, False, False
         self.ready: Callable[[], bool] = lambda: True
         self.go, self.stores, self.unfenced = threading.Semaphore(0), [], []
+        self.copies: list[Callable[[], None]] = []
+        self.fenced = False
         self.thread = threading.Thread(target=self.main, daemon=True)
 
     def main(self) -> None:
@@ -364,6 +366,7 @@ def init(bar: Barrier, count: int) -> None:
 
 def wgmma(a: Shared, b: Shared, acc: Any, *, use_acc: Any = True, is_async: bool = False) -> Product:
     assert is_async and a.t.shape[1] == b.t.shape[0] and a.t.shape[0] == 64
+    assert machine().local.task.fenced or not a.state.get("by threads"), "a product of what threads wrote, without a fence"
     value, pending = (acc.value, acc.pending) if isinstance(acc, Product) else (acc, [])
 
     def step(before: torch.Tensor) -> torch.Tensor:
@@ -404,6 +407,31 @@ def tma_store(d: Descriptor, at: Sequence[Any], source: Shared) -> None:
     machine().local.task.stores.append(lambda: d.write(here, source.t))
 
 
+def thread_copy(smem: Shared, pointer: Pointer, mask: torch.Tensor) -> None:
+    """cp.async; zeros where the mask says no."""
+
+    def copy() -> None:
+        smem.t.copy_(load(pointer, mask.expand(smem.t.shape), 0.0))
+        smem.state["by threads"] = True
+
+    assert pointer.offset.shape == smem.t.shape
+    machine().local.task.copies.append(copy)
+
+
+def thread_arrive(bar: Barrier, increment_count: bool) -> None:
+    """Each of four warps' threads arrives when what it copied so far is there."""
+    assert not increment_count
+    task = machine().local.task
+    copies, task.copies = task.copies, []
+
+    def finish() -> None:
+        for copy in copies:
+            copy()
+        bar.arrive(128)
+
+    machine().copies.append(finish)
+
+
 def store_wait(pending: int) -> None:
     stores = machine().local.task.stores
     while len(stores) > pending:
@@ -412,6 +440,8 @@ def store_wait(pending: int) -> None:
 
 def fence() -> None:
     task = getattr(machine().local, "task", None)
+    if task is not None:
+        task.fenced = True
     while task is not None and task.unfenced:
         task.unfenced.pop()["unfenced"] = False
 
@@ -423,6 +453,7 @@ def arrive(bar: Barrier, *, count: int = 1, pred: Any = True) -> None:
 
 def wait(bar: Barrier, phase: Any) -> None:
     requested = int(phase)
+    machine().local.task.fenced = False
     machine().local.task.wait(lambda: bar.phase != requested)
 
 
@@ -458,6 +489,7 @@ def modules() -> dict[str, types.ModuleType]:
     )  # fmt: skip
     hopper = made_of(
         f"{NAMES}.gluon.language.nvidia.hopper",
+        async_copy=made_of("async_copy", async_copy_global_to_shared=thread_copy, mbarrier_arrive=thread_arrive),
         fence_async_shared=fence, warpgroup_mma=wgmma, warpgroup_mma_wait=wgmma_wait,
         mbarrier=made_of("mbarrier", MBarrierLayout=nothing, init=init, wait=wait, arrive=arrive, expect=expect),
         tma=made_of("tma", async_copy_global_to_shared=tma_load, async_copy_shared_to_global=tma_store, store_wait=store_wait),

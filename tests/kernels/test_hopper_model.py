@@ -166,8 +166,12 @@ def test_up(machine: gluon_model.Machine, rows: str, inner: int, transposed: boo
         assert got.shape == exact.shape
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("layout", ["concat", "interleaved", "plain"])
-def test_up_of_gathered_rows_with_bias_and_clamps(machine: gluon_model.Machine, layout: str) -> None:
+def test_up_of_gathered_rows_with_bias_and_clamps(
+    machine: gluon_model.Machine, layout: str, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "GATHER_IN_KERNEL", fused)
     case = Case(machine, "skewed", extra=9)
     x = torch.randn(60, 72).to(BF16)
     machine.known(x)
@@ -256,6 +260,8 @@ MUTANTS = {
     "a pair of buffers is filled while it is stored": ("hopper_dh.py", "    tma.store_wait(0)\n    if i == 1", "    if i == 1"),
     "no wait between stores of a gradient": ("hopper_wgrad.py", "tma.store_wait(1)", "tma.store_wait(2)"),
     "a stage is given back before the first product of an expert": ("hopper_wgrad.py", "pred=k > start", "pred=k > 0"),
+    "no fence after copies by threads": ("hopper_rows.py", "            fence_async_shared()\n", "            pass\n"),
+    "copies by threads that nobody waits for": ("hopper_mm.py", "129 if GATHER else 1", "1"),
     "rows of the next tile": ("hopper_wgrad.py", "        start = start1\n", ""),
 }
 
@@ -275,6 +281,7 @@ def test_an_error_in_the_kernels_shows(mutant: str, tmp_path: Path, monkeypatch:
                 test_up(machine, "skewed", 136, False, "concat", True)
                 test_dh(machine, "tail", 72, True, "concat", True)
                 test_wgrad(machine, "skewed", 136, 520)
+                test_up_of_gathered_rows_with_bias_and_clamps(machine, "concat", True, monkeypatch)
             except Exception as error:  # whatever it is: numbers, a deadlock, a lost fence
                 found.append(error)
                 break

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -62,6 +63,12 @@ def up(
     return launch.up(rows(WIDTH), None, weight(width, WIDTH, transposed), other, line, ENDS, act, layout, *clamps, save)
 
 
+def gathering(save: bool) -> Any:
+    w, gather = weight(2 * INNER, WIDTH), torch.zeros(512, dtype=torch.int64)
+    with patch.object(launch, "GATHER_IN_KERNEL", True):
+        return launch.up(rows(WIDTH), gather, w, None, None, ENDS, "silu", "concat", None, None, save)
+
+
 def matmul(*, transposed: bool, scaled: bool = False, inner: int = INNER) -> Any:
     w, bias = weight(inner, WIDTH, transposed), torch.zeros(EXPERTS, inner) if scaled else None
     return launch.matmul(rows(WIDTH), w, ENDS, transposed=True, bias=bias, scale=torch.zeros(256) if scaled else None)
@@ -92,6 +99,8 @@ CONFIGURATIONS: dict[str, Callable[[], Any]] = {
     "up GeGLU tanh, saved": lambda: up("concat", "gelu_tanh", save=True, bias=False, transposed=False),
     "up GPT-OSS, saved": lambda: up("interleaved", clamps=GPT_OSS, save=True, bias=True, transposed=True),
     "up GPT-OSS": lambda: up("interleaved", clamps=GPT_OSS, save=False, bias=True, transposed=True),
+    "up SwiGLU, gathers, saved": lambda: gathering(save=True),
+    "up SwiGLU, gathers": lambda: gathering(save=False),
     "up relu2, saved": lambda: up("plain", "relu2", save=True, bias=False, transposed=False),
     "up gelu, saved, bias": lambda: up("plain", "gelu", save=True, bias=True, transposed=False),
     "dh SwiGLU": lambda: dh("concat", transposed=True),
