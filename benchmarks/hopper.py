@@ -2,8 +2,8 @@
 
     python benchmarks/hopper.py [--blocks NAME ...] [--tokens N] [--rounds N] [--routing even|skewed]
 
-bf16, rows gathered beforehand for all. First every result is compared with fp64 on some experts; a wrong one gets no time. All
-contenders are in one pool: random order each round, the same idle gap before each, medians (CUDA events, L2 flushed).
+bf16, rows gathered beforehand unless it says so. First every result is compared with fp64 on some experts; a wrong one gets no
+time. All contenders are in one pool: random order each round, the same idle gap before each, medians (CUDA events, L2 flushed).
 
 ms            with the list of tiles or the counter that a launch needs
 useful TF/s   2 S N K over ms: rows of padding count nothing
@@ -64,7 +64,9 @@ def products(experts: int, hidden: int, inner: int, chosen: int, tokens: int, ro
     odds = torch.randn(tokens, experts, device="cuda")
     odds = odds + 1.5 * torch.randn(experts, device="cuda") if routing == "skewed" else odds
     order, _, ends = reference.route(odds.topk(chosen).indices, experts)
-    x = torch.randn(tokens, hidden, device="cuda").bfloat16()[order // chosen]
+    gather = order // chosen
+    lines = torch.randn(tokens, hidden, device="cuda").bfloat16()
+    x = lines[gather]
     grad = torch.randn(tokens, hidden, device="cuda").bfloat16()[order // chosen]
     w1 = (torch.randn(experts, 2 * inner, hidden, device="cuda") * hidden**-0.5).bfloat16()
     w2 = (torch.randn(experts, hidden, inner, device="cuda") * inner**-0.5).bfloat16()
@@ -83,6 +85,10 @@ def products(experts: int, hidden: int, inner: int, chosen: int, tokens: int, ro
 
         return exact
 
+    def gathered(in_kernel: bool) -> Any:
+        launch.GATHER_IN_KERNEL = in_kernel
+        return launch.up(lines, gather, w1, None, None, ends, *kind, True)[:2]
+
     up = lambda save: lambda: launch.up(x, None, w1, None, None, ends, *kind, save)[: 2 if save else 1]  # noqa: E731
     return [
         Product(
@@ -96,6 +102,12 @@ def products(experts: int, hidden: int, inner: int, chosen: int, tokens: int, ro
             2 * one,
             {"hopper": up(False)},
             some(lambda x, w, e: reference.up(x, None, w, None, None, e, *kind, False)[:1], x, w1),
+        ),
+        Product(
+            "gather and up, h saved",
+            2 * one,
+            {"hopper": lambda: gathered(False), "hopper, in the kernel": lambda: gathered(True)},
+            some(lambda x, w, e: reference.up(x, None, w, None, None, e, *kind, True)[:2], x, w1),
         ),
         Product(
             "down",
