@@ -59,6 +59,42 @@ def test_moe_counts_the_pass_by_layers(moe: ModuleType) -> None:
     assert row["first ms"] > 0 and row["warm ms a layer"] > 0
 
 
+@pytest.fixture
+def kernels(moe: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """``benchmarks/kernels.py``."""
+    import kernels
+
+    monkeypatch.setattr(kernels, "IDLE_SECONDS", 0.0)
+    return kernels
+
+
+def test_kernels_on_a_cpu(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["kernels.py"])
+    kernels.main(["--blocks", "tiny", "--tokens", "33", "--rounds", "1"])
+    rows = json.loads((tmp_path / "kernels_cpu.json").read_text())["rows"]
+    assert [r["kernel"] for r in rows] == list(kernels.costs(kernels.Operands(kernels.BLOCKS["tiny"], 33, "cpu")))
+    assert all(r["ms"] != "WRONG" and r["by"] == "twin" and float(r["error"]) < kernels.RIGHT for r in rows)
+
+
+def test_kernels_vendor_computes_the_same_products(kernels: ModuleType) -> None:
+    operands = kernels.Operands(kernels.BLOCKS["tiny"], 33, "cpu")
+    exact = kernels.functions(kernels.reference, kernels.in_fp64(operands))
+    for name, call in kernels.vendor(operands).items():
+        if name in kernels.MORE:
+            continue
+        assert kernels.error(call(), exact[name]()) < kernels.RIGHT, name
+
+
+def test_kernels_wrong_kernel_gets_no_time(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = torch.ones(33, 64)
+    wrong = torch.full_like(exact, float("nan"))
+    work = kernels.Work("combine", 0.0, 1.0, lambda: (exact,), {"twin": lambda: (wrong,)})
+    monkeypatch.setattr(kernels, "works", lambda *_: [work])
+    (row,) = kernels.compare("tiny", 33, ["twin"], 1, kernels.Rates(1.0, 1.0), "cpu")
+    assert row["ms"] == "WRONG" and row["share"] == "-"
+
+
 @pytest.mark.inductor
 @pytest.mark.slow
 def test_moe_on_a_cpu(moe: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

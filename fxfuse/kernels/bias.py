@@ -11,7 +11,7 @@ from .launch import on, rows_contiguous
 ROWS, COLUMNS = 64, 64
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S"])
 def bias_kernel(
     d,
     weights,

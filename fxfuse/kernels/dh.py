@@ -73,7 +73,7 @@ def _epilogue(
     return tl.sum(tl.where(mask, da * a, 0.0), 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "tiles_m"])
 def dh_kernel(
     grad,
     gather,

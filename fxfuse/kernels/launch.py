@@ -1,4 +1,7 @@
-"""Host side of every launch: which configuration, on which device, with which precision."""
+"""Host side of every launch: which configuration, on which device, with which precision.
+
+Kernels are not compiled anew for another number of rows: what depends on it is not specialised.
+"""
 
 from __future__ import annotations
 

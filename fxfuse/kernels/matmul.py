@@ -17,7 +17,7 @@ CONFIGS: Table = {
 }
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "tiles_m"])
 def matmul_kernel(
     a,
     w,

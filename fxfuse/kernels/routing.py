@@ -27,7 +27,7 @@ def _ids(ids, at, S, K, E, stride_t, stride_k):
     return tl.where((found < 0) | (found >= E), E, found).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "span"])
 def count_kernel(ids, counts, S, K, E, span, stride_t, stride_k, PAIRS: tl.constexpr, EXPERTS: tl.constexpr):
     """counts (blocks, EXPERTS): how many of the block's pairs each group has."""
     block = tl.program_id(0)
@@ -41,7 +41,7 @@ def count_kernel(ids, counts, S, K, E, span, stride_t, stride_k, PAIRS: tl.const
     tl.store(counts + block * EXPERTS + groups, found)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "blocks", "span"])
 def place_kernel(
     ids, counts, order, inverse, ends, S, K, E, blocks, span, stride_t, stride_k,
     PAIRS: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr,

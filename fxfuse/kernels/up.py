@@ -22,7 +22,7 @@ PLAIN, PAIRS, HALVES = 0, 1, 2
 FORMS = {"plain": PLAIN, "interleaved": PAIRS, "concat": HALVES, "separate": HALVES}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "tiles_m"])
 def up_kernel(
     x,
     gather,

@@ -15,7 +15,7 @@ CONFIGS: Table = {
 }
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S"])
 def wgrad_kernel(
     d,
     x,
