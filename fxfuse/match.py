@@ -160,9 +160,10 @@ class Finder:
         if not outputs or self.holes <= bound.keys():
             yield bound
             return
-        for m in self._near(bound, self.pattern.head(outputs[0])):
-            for extended in self._match(outputs[0], m, bound):
-                yield from self._extend(extended, outputs[1:])
+        for near in self._near(bound, self.pattern.head(outputs[0])):
+            for m in (near, self.model.transposed(near)):
+                for extended in self._match(outputs[0], m, bound) if m is not None else ():
+                    yield from self._extend(extended, outputs[1:])
 
     def _near(self, bound: Binding, head: str) -> list[int]:
         """Model classes with this operator that are computed, a few steps on, from something already bound."""

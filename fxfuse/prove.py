@@ -215,12 +215,16 @@ def _cut_forward(context: Context, guess: Guess, outputs: list[int]) -> Region |
     backward_fusion = fusion.side == "backward"
     required = len(outputs) - fusion.extra
     nodes: list[list[Node]] = [[root]]
+    transposed: set[int] = set()
+
+    def holding(c: int | None) -> list[Node]:
+        members = table.members.get(c, ()) if c is not None else ()
+        return [n for n in members if n not in context.consumed and n.op == "call_function" and is_backward(n) == backward_fusion]
+
     for k in range(1, required):
-        held = [
-            n
-            for n in table.members.get(outputs[k], ())
-            if n not in context.consumed and n.op == "call_function" and is_backward(n) == backward_fusion
-        ]
+        held = holding(outputs[k])
+        if not held and (held := holding(table.transposed(outputs[k]))):
+            transposed.add(k)
         if not held:
             return Refusal(f"output {k} is not computed by the model", root)
         if outputs[k] in outputs[:k]:
@@ -235,7 +239,8 @@ def _cut_forward(context: Context, guess: Guess, outputs: list[int]) -> Region |
     stray = [n for n in boundary if is_tensor(n) and not outside(n)]
     if stray:
         return Refusal(f"it reaches {stray[0].name}, which is not an input", stray[0])
-    region = Region(fusion, root, guess.inputs, guess.scalars, nodes, inside, set(), layouts=guess.layouts)
+    region = Region(fusion, root, guess.inputs, guess.scalars, nodes, inside, set())
+    region.layouts, region.transposed = guess.layouts, frozenset(transposed)
     regions = {n.meta.get("ac_graph_id") for n in inside if is_tensor(n) and not layout_source(n, given, table)}
     if len(regions) > 1:
         return Refusal("it crosses activation-checkpoint regions", root)

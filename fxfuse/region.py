@@ -113,6 +113,9 @@ class Region:
     layouts: Sequence[Dims | None] = ()
     """For each input, the dimensions in the order in which the fusion sees them, where that is not the node's own."""
 
+    transposed: frozenset[int] = frozenset()
+    """The required outputs that the model holds as the transposition of what the fusion returns."""
+
     @property
     def roots(self) -> list[Node]:
         """Every node of every required output."""

@@ -183,15 +183,31 @@ def _check_outputs(region: Region, replacement: _Replacement) -> Refusal | None:
     required = len(region.outputs)
     if len(replacement.outputs) < required:
         return Refusal(f"the replacement returns {len(replacement.outputs)} outputs, the pattern {required}", region.root)
-    for out, nodes in zip(replacement.outputs, region.outputs, strict=False):
+    for k, (out, nodes) in enumerate(zip(replacement.outputs, region.outputs, strict=False)):
         for node in nodes:
-            if not is_tensor(out) or metadata(value(out)) != metadata(value(node)):
+            fits = _fits_transposed if k in region.transposed else _fits
+            if not is_tensor(out) or not fits(out, node):
                 return Refusal(f"the replacement's output is {_describe(out)}, the replaced value {_describe(node)}", node)
     for node, (k, shape) in region.extras.items():
         out = replacement.outputs[k] if k < len(replacement.outputs) else None
         if not is_tensor(out) or (shape is None and metadata(value(out)) != metadata(value(node))):
             return Refusal(f"extra output {k} is {_describe(out)}, the replaced value {_describe(node)}", node)
     return None
+
+
+def _fits(out: Node, node: Node) -> bool:
+    return metadata(value(out)) == metadata(value(node))
+
+
+def _fits_transposed(out: Node, node: Node) -> bool:
+    """Whether an output, transposed, may stand for ``node``."""
+    seen = value(out)
+    return seen.dim() == 2 and same_shape_and_dtype(seen.t(), value(node)) and (_is_gradient(node) or value(node).is_contiguous())
+
+
+def _is_gradient(node: Node) -> bool:
+    """Whether a value only leaves the backward: autograd takes it with any strides."""
+    return is_backward(node) and all(u.op == "output" for u in node.users)
 
 
 def _check_gradients(region: Region, replacement: _Replacement) -> Refusal | None:
@@ -306,7 +322,9 @@ class _Splicer:
 
     def _reroute_outputs(self, outputs: Sequence[Any], meta: Mapping[str, Any]) -> None:
         region, gone = self.region, self.region.gone
-        for out, nodes in zip(outputs, region.outputs, strict=False):
+        for k, (out, nodes) in enumerate(zip(outputs, region.outputs, strict=False)):
+            if k in region.transposed:
+                out = self._transposed(out, nodes, meta)
             for node in nodes:
                 node.replace_all_uses_with(out, delete_user_cb=lambda u: u not in region.forward or u not in gone)
             self.table.assign(out, self.table.class_of[nodes[0]])
@@ -330,6 +348,17 @@ class _Splicer:
         number(self.table, node)
         self.inserted.append(node)
         return node
+
+    def _transposed(self, source: Node, like: Sequence[Node], meta: Mapping[str, Any]) -> Node:
+        """A matrix transposed, laid out as ``like`` is where somebody may depend on that."""
+        node = self._permuted(source, (1, 0), source.next, meta)
+        if all(map(_is_gradient, like)):
+            return node
+        with self.graph.inserting_after(node):
+            copy = self.graph.call_function(aten.clone.default, (node,), {"memory_format": torch.contiguous_format})
+        copy.meta = {**meta, "val": value(like[0]), DONE: self.tag}
+        self.inserted.append(copy)
+        return copy
 
     def _size_argument(self, s: Any) -> Any:
         """A size as an argument of a node: a number, or the node that computes the symbol."""
