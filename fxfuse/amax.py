@@ -3,7 +3,8 @@
 A line of a history is one quantised operand of one graph: ``[multiplier, the format's largest value, this step's largest
 magnitude, the ones before ...]``, fp32. A captured graph gets its history as one more input, so one compiled graph serves many
 layers, each with its own: histories are found by the graph's first parameter. Every training forward begins a step: the
-multipliers are computed from the steps before. Recomputing a forward in the backward, and inference, begin none.
+multipliers are computed from the steps before. Inference begins none, nor does recomputing a forward in the backward; but a
+forward that was run without gradients, as reentrant checkpointing does, is counted when it is recomputed, and ends its step.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ library.define("recorded_multiplier(Tensor history, Tensor amax, int line, float
 
 
 def _recorded_multiplier(history: Tensor, amax: Tensor, line: int, largest: float, record: bool) -> Tensor:
-    kept = history[line]
+    kept = history.data[line]  # autograd keeps the history for the backward, and need not know that it goes on
     if record:  # each line is of one node, and recording twice is recording once: no other node sees the change
         kept[LARGEST] = largest
         kept[NOW] = torch.fmax(kept[NOW], torch.where(amax.isfinite(), amax, 0))
@@ -69,13 +70,15 @@ class _History:
     tensor: Tensor
     restored: bool = False
     """It came from a state dict and nothing has run with it since."""
+    begun: bool = False
+    """The latest forward outside of a backward was a training one: what is recomputed has been counted."""
 
 
 _histories: Any = WeakIdKeyDictionary()
 """By parameter: histories by hash of the graph and key of the recipe."""
 
 
-def _of(owner: Any, code: str, recipe: DelayedScaling, lines: int, device: torch.device) -> Tensor:
+def _of(owner: Any, code: str, recipe: DelayedScaling, lines: int, device: torch.device) -> _History:
     kept: dict[tuple[str, str], _History] = _histories.setdefault(owner, {})
     found = kept.get((code, recipe.key))
     if found is None:
@@ -91,7 +94,7 @@ def _of(owner: Any, code: str, recipe: DelayedScaling, lines: int, device: torch
         grown[: found.tensor.shape[0]] = found.tensor
         found.tensor = grown
     found.restored = False
-    return found.tensor
+    return found
 
 
 def _new(lines: int, recipe: DelayedScaling, device: Any) -> Tensor:
@@ -165,10 +168,15 @@ class Keeper:
         def call(*args: Any) -> Any:
             owner = next((a for a in args if isinstance(a, nn.Parameter)), of_none)
             history = _of(owner, self.code, self.recipe, self.lines, self.device)
-            if self.training and not compat.in_backward():
-                with torch.no_grad():
-                    advance(history, self.recipe)
-            return compiled(*args, history)
+            if compat.in_backward():
+                result = compiled(*args, history.tensor.data)
+                if self.training and not history.begun:
+                    advance(history.tensor, self.recipe)
+                return result
+            history.begun = self.training
+            if self.training:
+                advance(history.tensor, self.recipe)
+            return compiled(*args, history.tensor.data)
 
         return call
 

@@ -18,7 +18,7 @@ from .errors import LoweringError, RecipeError, warn_once
 from .fusion import Fusion
 from .ops.define import MATERIALIZED, watcher
 from .recipe import Recipe, from_key, region_of
-from .region import DONE
+from .region import DONE, is_backward
 from .report import Failure, Report
 from .rewrite import rewrite
 from .settings import OUR_PASS, Settings
@@ -97,6 +97,7 @@ def capture(
             keeper.bind(graph)
         if settings.lower != "eager":  # torch runs deferred operators as they are
             deferred.expand_deferred(graph, rewritten.traces)
+        _recompute(graph, recipe)
         compat.sort_graph(graph)
         graph.lint()
         for user_pass in settings.user_passes:
@@ -110,6 +111,15 @@ def capture(
         patches[OUR_PASS] = compat.graph_pass(transform, _uuid(settings, fusions, recipe))
         compiled = compat.compile_fx(gm, example_inputs, compile_graph, patches, table)
     return compiled if keeper is None else keeper.run(compiled)
+
+
+def _recompute(graph: Graph, recipe: Recipe) -> None:
+    """Keep in the backward what a fused backward computes again: the partitioner would rather keep eight bits than sixteen."""
+    for node in graph.nodes:
+        if DONE in node.meta and is_backward(node):
+            key = region_of(node)
+            if (recipe if key is None else from_key(key, "recipe_region")).activation_memory == "recompute":
+                node.meta["partitioner_tag"] = "must_be_in_backward"
 
 
 def regions(gm: GraphModule) -> set[str]:

@@ -11,7 +11,7 @@ import difflib
 import html as _html
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from .naming import is_called
 from .report import Fused, Missed, Report
@@ -226,8 +226,10 @@ def _refusal_lines(r: Refusal) -> list[str]:
     ]
 
 
-def why_not(report: Report, name: str, registered: Sequence[str] | None) -> str:
-    """The answer of ``Report.why_not``; ``registered``: the names that exist, None when that is not known."""
+def why_not(report: Report, name: str, registered: Mapping[str, Sequence[str] | None] | None) -> str:
+    """The answer of ``Report.why_not``; ``registered``: the names that exist, each with the recipes it is for (None: all); None
+    when that is not known.
+    """
     fired = [g for g in groups(report) if is_called(g.first.name, name)]
     missed = [r for r in _every_refusal(report) if is_called(r.first.name, name)]
     lines = []
@@ -246,8 +248,13 @@ def _every_refusal(report: Report) -> list[Refusal]:
     return refusals(Report([dataclasses.replace(g, fused=()) for g in report.graphs]))
 
 
-def _nothing_near(report: Report, name: str, registered: Sequence[str] | None) -> str:
-    if registered and any(is_called(r, name) for r in registered):
+def _nothing_near(report: Report, name: str, registered: Mapping[str, Sequence[str] | None] | None) -> str:
+    of_this_name = {r: recipes for r, recipes in (registered or {}).items() if is_called(r, name)}
+    limited = {recipe for recipes in of_this_name.values() for recipe in recipes or ()}
+    if of_this_name and None not in of_this_name.values():
+        under = " or ".join(sorted(limited))
+        return f"{plain(name)} did not fire: it runs under {under} recipes, this one is {plain(report.recipe)}."
+    if of_this_name:
         return f"{plain(name)} did not fire: no root op of that pattern occurs in the captured graphs ({len(report.graphs)})."
     known = {f.name for f in report.fused} | {m.name for m in report.missed} | set(registered or ())
     close = difflib.get_close_matches(name, sorted(known), n=3)

@@ -8,7 +8,7 @@ import json
 import reprlib
 import sys
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -214,13 +214,14 @@ class Report:
         )
 
 
-def _registered() -> list[str] | None:
-    """Names of the registered fusions; None when no registry is loaded, as when a saved report is read elsewhere.
+def _registered() -> dict[str, Sequence[str] | None] | None:
+    """Names of the registered fusions and the recipes they are for (None: all); None when no registry is loaded, as when a saved
+    report is read elsewhere.
 
     Looked up, not imported: a report is data, and reading one must load neither torch nor the patterns.
     """
     listing = getattr(sys.modules.get("fxfuse.registry"), "list_fusions", None)
-    return None if listing is None else [fusion.name for fusion in listing()]
+    return None if listing is None else {fusion.name: getattr(fusion, "recipes", None) for fusion in listing()}
 
 
 def _decode(kind: Any, value: Any, where: str) -> Any:

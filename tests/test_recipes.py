@@ -256,7 +256,7 @@ def test_entered_inside_a_compiled_function_says_what_to_use() -> None:
     for fullgraph in (True, False):
         torch._dynamo.reset()
         run = torch.compile(inside, backend="fxfuse", fullgraph=fullgraph, options={"lower": "eager"})
-        with pytest.raises(Exception, match="RecipeError: use_recipe was entered inside a compiled function.*recipe_region"):
+        with pytest.raises(Exception, match=r"RecipeError: use_recipe was entered inside a compiled function.*recipe_region"):
             run(torch.randn(4))
     assert torch.equal(inside(torch.ones(4)), torch.ones(4).sin())
 
@@ -359,7 +359,7 @@ def test_fusion_does_not_cross_the_border_of_a_region() -> None:
 
 @pytest.mark.parametrize("recipe", ["fp9", fxfuse.MXFP8BlockScaling()])
 def test_region_with_a_recipe_that_cannot_run_is_an_error(recipe: Any) -> None:
-    with pytest.raises(Exception, match="recipe_region: .*(cannot run here|nor one of the short names)"):
+    with pytest.raises(Exception, match=r"recipe_region: .*(cannot run here|nor one of the short names)"):
         compiled(Regions(recipe))(torch.randn(5, 16))
 
 

@@ -221,7 +221,7 @@ def dh(
     with on(grad.device):
         dh_kernel[(tiles * tiles_n,)](
             grad, gather, w, p, h, up_half, ends, out, d_other, sums, scaled, rows, half, inner, experts, tiles,
-            limit or 0.0, alpha or 0.0, grad.stride(0), *w.stride(), h.shape[1],
+            float(limit or 0), float(alpha or 0), grad.stride(0), *w.stride(), h.shape[1],
             TM=c.m, TN=c.n, TK=c.k, GROUP=c.group, EXPERTS=experts_block(experts),
             INNER=w.stride(2) == 1, WHOLE=inner % c.k == 0, GATHER=gather is not None, WEIGHTS=p is not None, FORM=form,
             ACT=act, LIMIT=limit is not None, ALPHA=alpha is not None, SLICES=slices(c.n),

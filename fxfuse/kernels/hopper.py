@@ -38,10 +38,11 @@ __all__ = [
     "gluon",
     "halves",
     "hear",
+    "lay",
     "layout",
     "mbarrier",
-    "put",
     "put_after",
+    "send",
     "step",
     "take",
     "tile_at",
@@ -173,18 +174,24 @@ def zip_columns(a, b):
 
 
 @gluon.jit
-def put(d, buffer, v, row, end, column):
-    # Rows from `row` on, clipped at `end`, through a ragged view (hopper_launch.ragged).
+def lay(d, buffer, v):
+    # What `send` will send; a fence comes between.
     M: gl.constexpr = v.shape[0]
     N: gl.constexpr = v.shape[1]
-    FAR: gl.constexpr = 1 << 30
     buffer.reshape([M, N]).store(v.to(d.dtype))
-    fence_async_shared()
+
+
+@gluon.jit
+def send(d, buffer, row, end, column):
+    # Rows from `row` on, clipped at `end`, through a ragged view (hopper_launch._ragged).
+    FAR: gl.constexpr = 1 << 30
     tma.async_copy_shared_to_global(d, [FAR, end, FAR - end + row, column], buffer)
 
 
 @gluon.jit
 def put_after(d, buffer, v, row, end, column):
-    # Once what was stored from this buffer before has been read.
+    # Once what was sent from this buffer before has been read.
     tma.store_wait(0)
-    put(d, buffer, v, row, end, column)
+    lay(d, buffer, v)
+    fence_async_shared()
+    send(d, buffer, row, end, column)

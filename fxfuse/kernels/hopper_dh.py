@@ -9,8 +9,9 @@ from .hopper import (
     gluon,
     halves,
     hear,
+    lay,
     mbarrier,
-    put,
+    send,
     step,
     tile_at,
     tma,
@@ -66,12 +67,17 @@ def dh_slice(
     if i == 1 or i == 2:
         fetch(hg, hu, gbuf, ubuf, arrived, 2 * cid + (i + 1) % 2, row, seen, column + C, MODE, C)
     if MODE == 3:
-        put(dg, gbuf.index(place), zip_columns((da * slope).to(dg.dtype), (da * upward).to(dg.dtype)), row, end, 2 * column)
+        lay(dg, gbuf.index(place), zip_columns((da * slope).to(dg.dtype), (da * upward).to(dg.dtype)))
     else:
-        put(dg, gbuf.index(place), da * slope, row, end, column)
+        lay(dg, gbuf.index(place), da * slope)
         if MODE == 2:
-            put(du, ubuf.index(place), da * upward, row, end, column)
-    put(scaled, obuf.index(cid), a, row, end, column)
+            lay(du, ubuf.index(place), da * upward)
+    lay(scaled, obuf.index(cid), a)
+    fence_async_shared()
+    send(dg, gbuf.index(place), row, end, 2 * column if MODE == 3 else column)
+    if MODE == 2:
+        send(du, ubuf.index(place), row, end, column)
+    send(scaled, obuf.index(cid), row, end, column)
     return sums
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .activations import activated
 from .launch import MANY, Config, Table, chosen, experts_block, on, precision, row_tiles, rows_contiguous, widened
-from .tiles import grouped_order, product, rows_of_tile
+from .tiles import grouped_order, in_halves, product, rows_of_tile
 
 FEW = ((16, Config(16, 64, 128, 4, 3)), (32, Config(32, 64, 64, 4, 4)), (64, Config(64, 64, 64, 4, 4)))
 CONFIGS: Table = {
@@ -20,6 +20,56 @@ CONFIGS: Table = {
 PLAIN, PAIRS, HALVES = 0, 1, 2
 """One linear; alternating rows of one; two, each with a pointer of its own."""
 FORMS = {"plain": PLAIN, "interleaved": PAIRS, "concat": HALVES, "separate": HALVES}
+
+
+@triton.jit
+def _epilogue(
+    g,
+    v,
+    row,
+    end,
+    first,
+    bias,
+    bias_up,
+    a,
+    h,
+    u,
+    N,
+    stride_h,
+    limit,
+    alpha,
+    TM: tl.constexpr,
+    TN: tl.constexpr,
+    FORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    SAVE: tl.constexpr,
+    ACT: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
+):
+    """TN columns of a from ``first`` on, from the products g and v."""
+    dtype = a.dtype.element_ty
+    WIDTH: tl.constexpr = 2 * TN if FORM == 1 else TN
+    wide = (2 * first if FORM == 1 else first) + tl.arange(0, WIDTH)
+    inside = wide < (2 * N if FORM == 1 else N)
+    if BIAS:
+        g += tl.load(bias + wide, mask=inside, other=0.0).to(tl.float32)[None, :]
+        if FORM == 2:
+            v += tl.load(bias_up + wide, mask=inside, other=0.0).to(tl.float32)[None, :]
+    gate = g.to(dtype)
+    up = v.to(dtype)
+    if SAVE:
+        at = row[:, None] * stride_h + wide[None, :]
+        mask = (row < end)[:, None] & inside[None, :]
+        tl.store(h + at, gate, mask=mask)
+        if FORM == 2:
+            tl.store(u + at, up, mask=mask)
+    if FORM == 1:
+        gate, up = tl.split(tl.reshape(gate, (TM, TN, 2)))
+    y = activated(gate.to(tl.float32), up.to(tl.float32), limit, alpha, ACT, FORM != 0, LIMIT, ALPHA)
+    column = first + tl.arange(0, TN)
+    mask = (row < end)[:, None] & (column < N)[None, :]
+    tl.store(a + row[:, None] * N + column[None, :], y.to(dtype), mask=mask)
 
 
 @triton.jit(do_not_specialize=["S", "tiles_m"])
@@ -64,6 +114,7 @@ def up_kernel(
     ACT: tl.constexpr,
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
+    SLICES: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
@@ -73,44 +124,53 @@ def up_kernel(
         return
     dtype = a.dtype.element_ty
     row = start.to(tl.int64) + tl.arange(0, TM)
-    column = n * TN + tl.arange(0, TN)
-    mask = (row < end)[:, None] & (column < N)[None, :]
+    first = n * TN
     WIDTH: tl.constexpr = 2 * TN if FORM == 1 else TN  # of what one product gives
-    wide = n * WIDTH + tl.arange(0, WIDTH)
     columns = 2 * N if FORM == 1 else N
-    wide_mask = (row < end)[:, None] & (wide < columns)[None, :]
-    at_h = h + row[:, None] * stride_h + wide[None, :]
-    at_u = u + row[:, None] * stride_h + wide[None, :]
-    at_a = a + row[:, None] * N + column[None, :]
+    wide = n * WIDTH + tl.arange(0, WIDTH)
     if expert == E:
-        tl.store(at_a, tl.zeros((TM, TN), dtype), mask=mask)
+        column = first + tl.arange(0, TN)
+        mask = (row < end)[:, None] & (column < N)[None, :]
+        tl.store(a + row[:, None] * N + column[None, :], tl.zeros((TM, TN), dtype), mask=mask)
         if SAVE:
-            tl.store(at_h, tl.zeros((TM, WIDTH), dtype), mask=wide_mask)
+            at = row[:, None] * stride_h + wide[None, :]
+            mask = (row < end)[:, None] & (wide < columns)[None, :]
+            tl.store(h + at, tl.zeros((TM, WIDTH), dtype), mask=mask)
             if FORM == 2:
-                tl.store(at_u, tl.zeros((TM, WIDTH), dtype), mask=wide_mask)
+                tl.store(u + at, tl.zeros((TM, WIDTH), dtype), mask=mask)
         return
     line = tl.minimum(row, end - 1)
     if GATHER:
         line = tl.load(gather + line).to(tl.int64)
     at = expert.to(tl.int64)
+    if BIAS:
+        bias += at * stride_bias
+        bias_up += at * stride_bias
     g, v = product(
         x, line, stride_x, w + at * stride_e, w_up + at * up_e, wide, columns, K, stride_n, stride_k, up_n, up_k,
         TM, WIDTH, TK, INNER, WHOLE, FORM == 2, PRECISION, WIDEN,
     )  # fmt: skip
-    if BIAS:
-        g += tl.load(bias + at * stride_bias + wide, mask=wide < columns, other=0.0).to(tl.float32)[None, :]
-        if FORM == 2:
-            v += tl.load(bias_up + at * stride_bias + wide, mask=wide < columns, other=0.0).to(tl.float32)[None, :]
-    gate = g.to(dtype)
-    up = v.to(dtype)
-    if SAVE:
-        tl.store(at_h, gate, mask=wide_mask)
-        if FORM == 2:
-            tl.store(at_u, up, mask=wide_mask)
-    if FORM == 1:
-        gate, up = tl.split(tl.reshape(gate, (TM, TN, 2)))
-    y = activated(gate.to(tl.float32), up.to(tl.float32), limit, alpha, ACT, FORM != 0, LIMIT, ALPHA)
-    tl.store(at_a, y.to(dtype), mask=mask)
+    if SLICES == 1:
+        _epilogue(
+            g, v, row, end, first, bias, bias_up, a, h, u, N, stride_h, limit, alpha,
+            TM, TN, FORM, BIAS, SAVE, ACT, LIMIT, ALPHA,
+        )  # fmt: skip
+    else:  # in one piece the epilogue's operands do not fit into registers beside the accumulators
+        g_left, g_right = in_halves(g, TM, WIDTH)
+        v_left, v_right = in_halves(v, TM, WIDTH)
+        _epilogue(
+            g_left, v_left, row, end, first, bias, bias_up, a, h, u, N, stride_h, limit, alpha,
+            TM, TN // 2, FORM, BIAS, SAVE, ACT, LIMIT, ALPHA,
+        )  # fmt: skip
+        _epilogue(
+            g_right, v_right, row, end, first + TN // 2, bias, bias_up, a, h, u, N, stride_h, limit, alpha,
+            TM, TN // 2, FORM, BIAS, SAVE, ACT, LIMIT, ALPHA,
+        )  # fmt: skip
+
+
+def slices(columns: int) -> int:
+    """Into how many pieces the epilogue of a tile is cut."""
+    return 2 if columns >= 128 else 1
 
 
 def up(
@@ -148,11 +208,11 @@ def up(
     with on(x.device):
         up_kernel[(tiles * triton.cdiv(half, c.n),)](
             x, gather, gate, other, b_gate, b_other, ends, a, h, h_other, rows, half, inner, experts, tiles,
-            limit or 0.0, alpha or 0.0, x.stride(0), *gate.stride(), *other.stride(),
+            float(limit or 0), float(alpha or 0), x.stride(0), *gate.stride(), *other.stride(),
             0 if b_gate is None else b_gate.stride(0), width,
             TM=c.m, TN=c.n, TK=c.k, GROUP=c.group, EXPERTS=experts_block(experts),
             INNER=gate.stride(2) == 1, WHOLE=inner % c.k == 0, GATHER=gather is not None, FORM=form,
-            BIAS=b_gate is not None, SAVE=save, ACT=act, LIMIT=limit is not None, ALPHA=alpha is not None,
+            BIAS=b_gate is not None, SAVE=save, ACT=act, LIMIT=limit is not None, ALPHA=alpha is not None, SLICES=slices(c.n),
             PRECISION=precision(x.dtype), WIDEN=widened(x.dtype), num_warps=c.warps, num_stages=c.stages,
         )  # fmt: skip
     return a, h, u

@@ -24,7 +24,7 @@ from ..fp8_recipes import (
     NVFP4BlockScaling,
     QuantizedRecipe,
 )
-from .define import define, library
+from .define import TAGS, define, library
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0}
@@ -95,6 +95,12 @@ def quantize(x: Tensor, scheme: Scheme) -> Quantized:
     NaN stays NaN; an infinity becomes NaN in e4m3 and e2m1, and the block with it is not scaled. Empty and all-zero blocks have
     scale 1. Values beyond what a delayed scale allows for saturate.
     """
+    if scheme.block and x.device.type == "cpu":  # Inductor's C++ asserts where blocks along rows and along columns meet
+        return Quantized(*torch.ops.fxfuse.block_quantize(x, *scheme[:4]))
+    return _quantize(x, scheme)
+
+
+def _quantize(x: Tensor, scheme: Scheme) -> Quantized:
     wide = x.float()
     if not scheme.block:
         if scheme.delayed:
@@ -104,9 +110,18 @@ def quantize(x: Tensor, scheme: Scheme) -> Quantized:
         return Quantized(_rounded(wide, wide * multiplier, scheme), multiplier.reciprocal())
     blocks = _in_blocks(wide, scheme.block)
     largest = blocks.abs().amax((1, 3))
-    inverse = _nvfp4_multiplier(largest, amax(wide)) if scheme.format == "e2m1" else _multiplier(largest, scheme)
+    inverse = _nvfp4_multiplier(largest) if scheme.format == "e2m1" else _multiplier(largest, scheme)
     scaled = (blocks * inverse[:, None, :, None]).flatten(2, 3).flatten(0, 1)[: x.shape[0], : x.shape[1]]
     return Quantized(_rounded(wide, scaled, scheme), inverse.reciprocal())
+
+
+def _block_quantize(x: Tensor, format: str, block: Sequence[int], power_of_2: bool, margin: int) -> tuple[Tensor, Tensor]:
+    return tuple(_quantize(x, Scheme(format, tuple(block), power_of_2, margin)))
+
+
+library.define("block_quantize(Tensor x, str format, int[] block, bool power_of_2, int margin) -> (Tensor, Tensor)", tags=TAGS)
+for _kind in ("CompositeExplicitAutograd", "Meta"):
+    library.impl("block_quantize", _block_quantize, _kind)
 
 
 def dequantize(q: Quantized, block: Sequence[int]) -> Tensor:
@@ -119,8 +134,9 @@ def dequantize(q: Quantized, block: Sequence[int]) -> Tensor:
 
 
 def amax(x: Tensor) -> Tensor:
-    """The largest magnitude of a matrix, 0-d; zero where it has no rows."""
-    lines = x.abs().amax(-1)
+    """The largest magnitude of a matrix, 0-d; zero where it has no rows or no columns."""
+    wide = isinstance(x.shape[1], int) and x.shape[1] > 0  # the other size may be dynamic, and zero
+    lines = x.abs().amax(1 if wide else 0)
     return torch.cat([lines, lines.new_zeros(1)]).amax()
 
 
@@ -142,9 +158,9 @@ def _multiplier(largest: Tensor, scheme: Scheme) -> Tensor:
     return found
 
 
-def _nvfp4_multiplier(largest: Tensor, of_all: Tensor) -> Tensor:
+def _nvfp4_multiplier(largest: Tensor) -> Tensor:
     """With e4m3 scales for the blocks, themselves scaled by one fp32 number a matrix."""
-    whole = _multiplier(of_all, Scheme("e4m3", ())) * LARGEST["e2m1"]
+    whole = _multiplier(amax(largest), Scheme("e4m3", ())) * LARGEST["e2m1"]
     usable = (largest > 0) & (largest < math.inf)
     scale = torch.where(usable, largest, 0) / LARGEST["e2m1"] * whole
     stored = scale.clamp(2.0**-9, LARGEST["e4m3"]).to(E4M3).float() / whole  # 2^-9: e4m3's least number above zero
@@ -152,19 +168,21 @@ def _nvfp4_multiplier(largest: Tensor, of_all: Tensor) -> Tensor:
 
 
 def _rounded(x: Tensor, scaled: Tensor, scheme: Scheme) -> Tensor:
-    """``scaled`` in the scheme's format; what is not finite in x stays that, as far as the format can say it."""
+    """``scaled`` in the scheme's format; an infinity in x stays one in e5m2 and is NaN in the formats that have none."""
     largest = LARGEST[scheme.format]
-    kept = torch.where(x.isfinite(), scaled.clamp(-largest, largest), x)
+    scaled = scaled.clamp(-largest, largest)
     if scheme.format == "e2m1":
-        kept = _to_e2m1(kept)
-    return kept.to(E5M2 if scheme.format == "e5m2" else E4M3)
+        scaled = _to_e2m1(scaled)
+    if scheme.format == "e5m2":
+        return torch.where(x.isfinite(), scaled, x).to(E5M2)
+    return torch.where(x.isfinite(), scaled, math.nan).to(E4M3)
 
 
 def _to_e2m1(x: Tensor) -> Tensor:
-    """Round to 0, 0.5, 1, 1.5, 2, 3, 4, 6, ties to the even code; what is not finite becomes NaN."""
+    """Round what lies within 6 to 0, 0.5, 1, 1.5, 2, 3, 4, 6, ties to the even code."""
     size = x.abs()
     step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
-    return torch.where(x.isfinite(), (x / step).round() * step, math.nan)
+    return (x / step).round() * step
 
 
 # ------------------------------------------------------------------------------------------------ the product

@@ -68,6 +68,10 @@ def scaled_linear_backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of (x, w, b) for those in ``mask``; ``saved`` as the forward returned it."""
     recipe = _recipe()
+    if recipe.activation_memory == "recompute":
+        # Another spelling of the same numbers: quantising them again would else be a common subexpression with the forward's, and
+        # the partitioner would keep that.
+        x, w = x.neg().neg(), w.neg().neg()
     flat, g = rows(x), rows(grad)
     db = g.sum(0) if len(mask) > 2 and mask[2] else None
     if recipe.backward_override == "high_precision":
@@ -99,7 +103,7 @@ def _quantized_gradients(
 
 
 def _fast(recipe: QuantizedRecipe, product: str) -> bool:
-    """Whether a GPU may add up less exactly; a recipe without such a field allows it in the forward (TransformerEngine's default)."""
+    """Whether a GPU may add up less exactly; recipes without such a field allow it in the forward, as TransformerEngine does."""
     params = getattr(recipe, f"fp8_gemm_{product}", None)
     return product == "fprop" if params is None else not params.use_split_accumulator
 
