@@ -243,7 +243,7 @@ def test_wgrad_is_added_to_a_buffer(machine: gluon_model.Machine, dtype: torch.d
 
 MUTANTS = {
     "a stage is given back while its product is under way": ("hopper_rows.py", "empty.index(back(s, S))", "empty.index(s)"),
-    "a staging buffer is written while it is stored": ("hopper.py", "    tma.store_wait(0)\n    put(", "    put("),
+    "a staging buffer is written while it is stored": ("hopper.py", "    tma.store_wait(0)\n    lay(", "    lay("),
     "the odd block of 64 rows": ("hopper.py", "gl.maximum(2 * i - odd, 0)", "2 * i"),
     "no clipping at the end of an expert": (
         "hopper.py",
