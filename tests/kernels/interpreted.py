@@ -63,6 +63,11 @@ def test_up_rows(ends: str) -> None:
 
 
 @layouts
+def test_up_with_large_tiles(layout: str) -> None:
+    contract.check_up(PORTABLE, Case(ends="many rows an expert", dtype=F16, layout=layout, hidden=70, inner=140))
+
+
+@layouts
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_up_activations(layout: str, variant: str) -> None:
     contract.check_up(PORTABLE, Case(layout=layout, ends="one token", save=False, **VARIANTS[variant]))

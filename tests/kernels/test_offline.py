@@ -78,8 +78,17 @@ def _up(
     c: Config, inner: bool = True, form: int = up.HALVES, oss: bool = False, save: bool = True, act: str = "silu"
 ) -> tuple[Any, dict[str, Any]]:
     absent = {} if oss else {"bias": None, "bias_up": None}
-    kind = {"FORM": form, "BIAS": oss, "SAVE": save, "ACT": act, "LIMIT": oss, "ALPHA": oss, "GATHER": True}
-    return up.up_kernel, {**_tile(c), **_weight(inner, "stride", "up"), **absent, **kind}
+    kind = {
+        "FORM": form,
+        "BIAS": oss,
+        "SAVE": save,
+        "ACT": act,
+        "LIMIT": oss,
+        "ALPHA": oss,
+        "GATHER": True,
+        "SLICES": up.slices(c.n),
+    }
+    return up.up_kernel, {**_tile(c), **_weight(inner, "stride", "up"), **absent, **kind, "SLICES": up.slices(c.n)}
 
 
 def _dh(

@@ -1,0 +1,112 @@
+"""What the host side hands to Triton, without a GPU: every launch compiles for sm_90 from real arguments, and is not run."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import triton
+from contract import BF16, F16, F32, LAYOUTS, Case
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from fxfuse.kernels import path
+
+PORTABLE = path("portable")
+numbers = itertools.count(-9, -1)
+"""Of devices: no real one has any of these, and each test finds nothing compiled for its own."""
+
+
+class Absent:
+    """Stands for a driver with an H100."""
+
+    def __init__(self) -> None:
+        self.number = next(numbers)
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return self.number
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@pytest.fixture(autouse=True)
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Launches compile only; the kernels' names, one for each that was compiled."""
+    found: list[str] = []
+    run, absent = JITFunction.run, Absent()
+
+    def warm(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        assert all(isinstance(n, int) and 0 < n < 2**31 for n in grid)
+        known = len(self.device_caches[absent.number][0])
+        run(self, *args, grid=grid, warmup=True, **options)
+        found.extend([self.__name__] * (len(self.device_caches[absent.number][0]) - known))
+
+    monkeypatch.setattr(driver, "_active" if hasattr(driver, "_active") else "active", absent)
+    monkeypatch.setattr(JITFunction, "run", warm)
+    yield found
+
+
+def launches(case: Case) -> dict[str, Callable[[], Any]]:
+    """Every function of the path on this case."""
+    x, gather = case.tokens(case.hidden)
+    ends, kind = case.offsets(), case.kind()
+    w = case.weight(case.wide, case.hidden)
+    w_up = case.weight(case.inner, case.hidden) if case.layout == "separate" else None
+    b = case.normal(case.experts, case.wide) if case.biases and case.layout != "separate" else None
+    h, rows = case.sorted_rows(case.wide), case.sorted_rows(case.inner)
+    p = torch.rand(case.rows) if case.weights else None
+    u = rows if case.layout == "separate" else None
+    ids = torch.zeros(case.rows // 2, 2, dtype=torch.int64)
+    pairs = torch.zeros(2 * (case.rows // 2), dtype=torch.int64)
+    down, weights = case.weight(case.hidden, case.inner), None if p is None else p[: 2 * len(ids)].view(-1, 2)
+    return {
+        "up_kernel": lambda: PORTABLE.up(x, gather, w, w_up, b, ends, *kind, case.save),
+        "matmul_kernel": lambda: PORTABLE.matmul(rows, down, ends, transposed=True, bias=None, zero_tail=False),
+        "dh_kernel": lambda: PORTABLE.dh(x, gather, down, p, h, u, ends, *kind),
+        "wgrad_kernel": lambda: PORTABLE.wgrad(rows, x, None, gather, ends),
+        "bias_kernel": lambda: PORTABLE.bias_gradient(x, ends, p, gather),
+        "combine_kernel": lambda: PORTABLE.combine(rows, weights, None, ids, pairs, ends, x),
+        "count_kernel place_kernel": lambda: PORTABLE.route(ids, case.experts),
+    }
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=["bf16", "fp16", "fp32"])
+def test_everything_there(dtype: torch.dtype, layout: str, compiled: list[str]) -> None:
+    case = Case(dtype=dtype, layout=layout, hidden=64, inner=32, limit=7, alpha=1.702)
+    for launch in launches(case).values():
+        launch()
+
+
+@pytest.mark.parametrize("stored", ["columns", "padded"])
+def test_nothing_that_may_be_absent(stored: str) -> None:
+    case = Case(dtype=BF16, stored=stored, gathers=False, biases=False, weights=False, save=False, hidden=40, inner=9)
+    for launch in launches(case).values():
+        launch()
+
+
+@pytest.mark.parametrize(
+    "name", ["up_kernel", "matmul_kernel", "dh_kernel", "wgrad_kernel", "bias_kernel", "count_kernel place_kernel"]
+)
+def test_another_number_of_rows_compiles_nothing(name: str, compiled: list[str]) -> None:
+    def launch(rows: int) -> None:
+        launches(Case(at=(rows, [rows // 3, rows]), dtype=BF16, hidden=112, inner=48))[name]()
+
+    launch(150)
+    first = list(compiled)
+    assert sorted(first) == name.split()
+    for rows in (160, 131, 256, 400):
+        launch(rows)
+    assert compiled == first
+
+
+def test_a_version_of_triton_that_is_supported() -> None:
+    assert tuple(int(n) for n in triton.__version__.split(".")[:2]) >= (3, 4)
