@@ -151,15 +151,33 @@ def layout_weights(case: Case, layout: str, inner: int, width: int, transposed: 
     return w, case.weight(inner, width, transposed) if layout == "separate" else None
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("save", [True, False])
-@pytest.mark.parametrize(("inner", "width", "transposed"), [(768, 2048, False), (2880, 2880, True), (40, 40, False)])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("routing", ["zipf", "some_outside"])
-def test_up(
-    routing: str, kind: str, inner: int, width: int, transposed: bool, save: bool, fused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launch, "GATHER_IN_KERNEL", fused)
+QWEN3, OSS, SMALL = (768, 2048), (2880, 2880), (40, 40)
+UPS = [
+    ("SwiGLU", QWEN3, "saved"),
+    ("SwiGLU", QWEN3, ""),
+    ("SwiGLU", QWEN3, "saved gathers"),
+    ("SwiGLU", QWEN3, "gathers"),
+    ("SwiGLU", OSS, "saved transposed"),
+    ("SwiGLU", SMALL, "saved"),
+    ("SwiGLU", SMALL, "saved gathers"),
+    ("GeGLU", QWEN3, "saved"),
+    ("GeGLU tanh", QWEN3, "saved transposed"),
+    ("GPT-OSS", OSS, "saved transposed"),
+    ("GPT-OSS", OSS, "transposed"),
+    ("GPT-OSS", SMALL, "saved gathers"),
+    ("tight clamps", QWEN3, "saved"),
+    ("relu2", QWEN3, "saved"),
+    ("sigmoid", QWEN3, "saved"),
+    ("sigmoid", SMALL, "transposed"),
+]
+"""Kind, inner and hidden width, options: each is a compilation, so that not all of them are crossed."""
+
+
+@pytest.mark.parametrize(("kind", "sizes", "flags"), UPS)
+@pytest.mark.parametrize("routing", ["zipf", "one_idle", "some_outside"])
+def test_up(routing: str, kind: str, sizes: tuple[int, int], flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (inner, width), save, transposed = sizes, "saved" in flags, "transposed" in flags
+    monkeypatch.setattr(launch, "GATHER_IN_KERNEL", "gathers" in flags)
     case, (layout, *options) = Case(routing), KINDS[kind]
     x = torch.randn(case.tokens, width, device="cuda").to(BF16)
     w, w_up = layout_weights(case, layout, inner, width, transposed)
@@ -174,11 +192,25 @@ def test_up(
     check(lambda: launch.up(x, case.gather, w, w_up, bias, case.ends, *options), true, [2**-5, 2**-7, 2**-7])
 
 
-@pytest.mark.parametrize("routed", [True, False])
-@pytest.mark.parametrize(("inner", "width", "transposed"), [(768, 2048, False), (2880, 2880, True), (40, 40, False)])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("routing", ["zipf", "some_outside", "nobody"])
-def test_dh(routing: str, kind: str, inner: int, width: int, transposed: bool, routed: bool) -> None:
+DHS = [
+    ("SwiGLU", QWEN3, "routed"),
+    ("SwiGLU", QWEN3, ""),
+    ("SwiGLU", OSS, "routed transposed"),
+    ("SwiGLU", SMALL, "routed"),
+    ("GeGLU", QWEN3, "routed"),
+    ("GeGLU tanh", QWEN3, "routed transposed"),
+    ("GPT-OSS", OSS, "routed transposed"),
+    ("GPT-OSS", SMALL, "transposed"),
+    ("tight clamps", QWEN3, "routed"),
+    ("relu2", QWEN3, "routed"),
+    ("sigmoid", QWEN3, "routed"),
+]
+
+
+@pytest.mark.parametrize(("kind", "sizes", "flags"), DHS)
+@pytest.mark.parametrize("routing", ["zipf", "one_busy", "some_outside", "nobody"])
+def test_dh(routing: str, kind: str, sizes: tuple[int, int], flags: str) -> None:
+    (inner, width), routed, transposed = sizes, "routed" in flags, "transposed" in flags
     case, (layout, act, limit, alpha) = Case(routing), KINDS[kind]
     grad = torch.randn(case.tokens, width, device="cuda").to(BF16)
     w = case.weight(inner, width, not transposed).transpose(1, 2)  # (E, H, I)
