@@ -15,6 +15,7 @@ from torch import Tensor
 
 sys.path.append(str(Path(__file__).parent))
 
+import contract
 import gluon_model
 
 from fxfuse.kernels import hopper_launch as launch
@@ -22,6 +23,7 @@ from fxfuse.kernels import reference
 
 SOURCES = Path(launch.__file__).parent
 BF16 = torch.bfloat16
+_strides = launch._strides
 ROWS: dict[str, list[int]] = {
     "balanced": [70, 70, 70, 70],
     "skewed": [1, 200, 0, 64, 129],
@@ -76,11 +78,15 @@ def launching(kernels: launch.Kernels, seed: int, monkeypatch: pytest.MonkeyPatc
 
         def poisoned(shape: Any, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
             made = torch.empty(shape, dtype=dtype or like.dtype)
-            made.fill_(float("nan") if made.is_floating_point() else -1)
-            machine.known(made)
-            return made
+            return made.fill_(float("nan") if made.is_floating_point() else -1)
 
+        def strides(t: Tensor) -> tuple[int, ...]:
+            machine.known(t)  # whatever a descriptor is made of
+            return exact_strides(t)
+
+        exact_strides = _strides
         monkeypatch.setattr(launch, "_kernels", lambda: kernels)
+        monkeypatch.setattr(launch, "_strides", strides)
         monkeypatch.setattr(launch, "_processors", lambda device: 3)
         monkeypatch.setattr(launch, "_empty", poisoned)
         monkeypatch.setattr(hopper_tiles, "fill", Fill())
@@ -90,10 +96,10 @@ def launching(kernels: launch.Kernels, seed: int, monkeypatch: pytest.MonkeyPatc
 class Case:
     """Sorted rows and weights; rows of nobody hold NaN."""
 
-    def __init__(self, machine: gluon_model.Machine, rows: str, extra: int = 0, dtype: torch.dtype = BF16) -> None:
+    def __init__(self, rows: str, extra: int = 0, dtype: torch.dtype = BF16) -> None:
         torch.manual_seed(0)
         counts = ROWS[rows]
-        self.machine, self.dtype = machine, dtype
+        self.dtype = dtype
         self.ends = torch.tensor(counts).cumsum(0).to(torch.int32)
         self.used, self.experts = sum(counts), len(counts)
         self.rows = self.used + (70 if rows in ("tail", "none") else 0) + extra
@@ -101,13 +107,11 @@ class Case:
     def matrix(self, columns: int, scale: float = 1.0) -> Tensor:
         t = (torch.randn(self.rows, columns) * scale).to(self.dtype)
         t[self.used :] = float("nan")
-        self.machine.known(t)
         return t
 
     def weight(self, n: int, k: int, transposed: bool = False) -> Tensor:
         """(E, n, k), stored with n contiguous if ``transposed``."""
         t = torch.randn(self.experts, *((k, n) if transposed else (n, k))).to(self.dtype) * k**-0.5
-        self.machine.known(t)
         return t.transpose(1, 2) if transposed else t
 
     def clean(self, t: Tensor) -> Tensor:
@@ -126,7 +130,7 @@ def assert_close(got: Tensor, true: Tensor, tolerance: float = 2**-7) -> None:
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(("n", "k", "stored_transposed"), [(40, 200, False), (264, 72, True), (520, 320, False)])
 def test_matmul(machine: gluon_model.Machine, rows: str, n: int, k: int, stored_transposed: bool) -> None:
-    case = Case(machine, rows)
+    case = Case(rows)
     a, w = case.matrix(k), case.weight(n, k, stored_transposed)
     true = reference.matmul(case.clean(a), w.double(), case.ends, transposed=True)
     assert_close(launch.matmul(a, w, case.ends, transposed=True), true)
@@ -134,7 +138,7 @@ def test_matmul(machine: gluon_model.Machine, rows: str, n: int, k: int, stored_
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_matmul_of_either_order_with_bias_and_scale(machine: gluon_model.Machine, transposed: bool) -> None:
-    case = Case(machine, "tail", dtype=torch.float16)
+    case = Case("tail", dtype=torch.float16)
     a, w, bias = case.matrix(72), case.weight(136, 72), torch.randn(case.experts, 136)
     scale = torch.rand(case.rows)
     scale[case.used :] = float("nan")
@@ -156,7 +160,7 @@ def weights(case: Case, layout: str, inner: int, width: int, transposed: bool) -
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("rows", "inner", "transposed"), [("skewed", 136, False), ("tail", 40, True), ("one", 264, False)])
 def test_up(machine: gluon_model.Machine, rows: str, inner: int, transposed: bool, layout: str, save: bool) -> None:
-    case = Case(machine, rows)
+    case = Case(rows)
     x, (w, w_up) = case.matrix(136), weights(case, layout, inner, 136, transposed)
     options = ("silu", layout, None, None, save)
     a, h, u = launch.up(x, None, w, w_up, None, case.ends, *options)
@@ -172,23 +176,13 @@ def test_up_of_gathered_rows_with_bias_and_clamps(
     machine: gluon_model.Machine, layout: str, fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "GATHER_IN_KERNEL", fused)
-    case = Case(machine, "skewed", extra=9)
+    case = Case("skewed", extra=9)
     x = torch.randn(60, 72).to(BF16)
-    machine.known(x)
     gather = torch.randint(60, (case.rows,))
-    monitored = launch.torch.Tensor.index_select
     w, _ = weights(case, layout, 136, 72, True)
     bias = torch.randn(case.experts, w.shape[1])
     options = ("sigmoid", layout, None, None, True) if layout == "plain" else ("silu", layout, 0.5, 1.702, True)
-
-    def known(self: Tensor, dim: int, index: Tensor) -> Tensor:
-        rows = monitored(self, dim, index)
-        machine.known(rows)
-        return rows
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.Tensor, "index_select", known)
-        a, h, _ = launch.up(x, gather, w, None, bias, case.ends, *options)
+    a, h, _ = launch.up(x, gather, w, None, bias, case.ends, *options)
     true = reference.up(x.double(), gather, w.double(), None, bias.double(), case.ends, *options)
     assert_close(a, true[0])
     assert_close(h, true[1])
@@ -200,7 +194,7 @@ def test_up_of_gathered_rows_with_bias_and_clamps(
     ("rows", "inner", "transposed"), [("skewed", 136, False), ("tail", 40, True), ("one", 264, True), ("none", 72, False)]
 )
 def test_dh(machine: gluon_model.Machine, rows: str, inner: int, transposed: bool, layout: str, routed: bool) -> None:
-    case = Case(machine, rows)
+    case = Case(rows)
     grad, w_down = case.matrix(200), case.weight(200, inner, transposed)
     double = layout in ("concat", "interleaved")
     h, u = case.matrix(2 * inner if double else inner), case.matrix(inner) if layout == "separate" else None
@@ -221,7 +215,7 @@ def test_dh(machine: gluon_model.Machine, rows: str, inner: int, transposed: boo
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(("n", "m"), [(40, 72), (136, 520), (200, 264)])
 def test_wgrad(machine: gluon_model.Machine, rows: str, n: int, m: int) -> None:
-    case = Case(machine, rows)
+    case = Case(rows)
     d, x = case.matrix(n), case.matrix(m)
     true = reference.wgrad(case.clean(d), case.clean(x), None, None, case.ends)
     assert_close(launch.wgrad(d, x, None, None, case.ends), true)
@@ -229,14 +223,38 @@ def test_wgrad(machine: gluon_model.Machine, rows: str, n: int, m: int) -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
 def test_wgrad_is_added_to_a_buffer(machine: gluon_model.Machine, dtype: torch.dtype) -> None:
-    case = Case(machine, "skewed")
+    case = Case("skewed")
     d, x = case.matrix(136), case.matrix(328)
     before = torch.randn(case.experts, 136, 328).to(dtype)
     into = before.clone()
-    machine.known(into)
     true = before.double() + reference.wgrad(case.clean(d), case.clean(x), None, None, case.ends)
     assert launch.wgrad(d, x, None, None, case.ends, into=into) is into
     assert_close(into, true, 2**-7 if dtype is BF16 else 2**-20)
+
+
+# ------------------------------------------------------------------------------------------------ what every path promises
+
+CONTRACTS = [
+    contract.Case(ends=name, inner=72, dtype=BF16, layout=layout)
+    for name, layout in zip(contract.ENDS, LAYOUTS * 3, strict=False)
+]
+CONTRACTS += [
+    contract.Case(
+        at=(171, [40, 40, 150]), inner=136, dtype=torch.float16, layout=layout, stored=stored, gathers=gathers, save=gathers
+    )
+    for layout, stored, gathers in itertools.product(LAYOUTS, contract.STORED, (True, False))
+]
+
+
+@pytest.mark.parametrize("case", CONTRACTS, ids=repr)
+def test_contract_of_the_paths(case: contract.Case, kernels: launch.Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    path: Any = launch
+    with launching(kernels, 0, monkeypatch):
+        contract.check_up(path, case)
+        contract.check_matmul(path, case, transposed=case.gathers)
+        contract.check_dh(path, case)
+        contract.check_wgrad(path, case)
 
 
 # ------------------------------------------------------------------------------------------------ errors that the model finds
