@@ -69,7 +69,8 @@ def supported(capability: tuple[int, int] | None, version: str, rows: int, exper
     Args:
         capability, version: of the device and of Triton.
         rows, experts: S and E.
-        tensors: by name, the matrices: (S, C), one contiguous after the other where gathered; (E, N, K) with N or K contiguous.
+        tensors: by name, the matrices: rows (S, C) or (T, C), any strides; weights (E, N, K) with N or K contiguous. Results are
+            as wide as weights are: whoever calls ``up`` alone names a tensor as wide as what it returns.
     """
     reason = available(capability, version)
     if reason is not None:

@@ -17,7 +17,7 @@ FIELDS = 8
 
 def limit(rows: int, experts: int) -> int:
     """Records that suffice, however the rows are distributed; the host does not know how they are."""
-    return triton.cdiv(rows, ROWS) + experts + 2
+    return -(-rows // ROWS) + experts + 2
 
 
 @triton.jit
