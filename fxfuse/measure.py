@@ -124,7 +124,7 @@ def _times(target: str, candidates: Sequence[Candidate], args: Sequence[Any], mi
 def disagreement(got: Sequence[Tensor], expected: Sequence[Tensor]) -> str | None:
     """How a result differs from the expected one by more than roundings do, or None."""
     for i, (g, e) in enumerate(zip(got, expected, strict=True)):
-        if (g.shape, g.dtype, g.stride()) != (e.shape, e.dtype, e.stride()):
+        if (g.shape, g.dtype) != (e.shape, e.dtype):  # strides are Inductor's choice
             return f"output {i} is {_text(g)} instead of {_text(e)}"
         if not e.dtype.is_floating_point:
             continue  # the order of equal keys is no error
@@ -136,7 +136,7 @@ def disagreement(got: Sequence[Tensor], expected: Sequence[Tensor]) -> str | Non
 
 
 def _text(t: Tensor) -> str:
-    return f"{t.dtype} {tuple(t.shape)} with strides {t.stride()}"
+    return f"{t.dtype} {tuple(t.shape)}"
 
 
 def _norm(t: Tensor) -> float:

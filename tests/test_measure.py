@@ -61,8 +61,8 @@ def test_a_candidate_within_rounding_is_timed(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [F16, BF16, F32, F64])
 @pytest.mark.parametrize(
     "wrong",
-    [lambda x: x * 2.2, lambda x: x * float("nan"), lambda x: (x * 2).t(), lambda x: (x * 2)[1:], lambda x: (x * 2).bool()],
-    ids=["off", "nan", "strides", "shape", "dtype"],
+    [lambda x: x * 2.2, lambda x: x * float("nan"), lambda x: (x * 2)[1:], lambda x: (x * 2).bool()],
+    ids=["off", "nan", "shape", "dtype"],
 )
 def test_a_wrong_candidate_gets_no_time_and_one_warning(dtype: torch.dtype, wrong: Callable[[Tensor], Tensor]) -> None:
     with pytest.warns(fxfuse.FxfuseWarning, match="the lowering 'other' is not used, its result is wrong: output 0 is"):

@@ -118,7 +118,7 @@ def bias_gradient(d: Tensor, ends: Tensor) -> Tensor:
     """Column sums of d (S, N) by expert: (E, N)."""
     if d.dtype not in (torch.bfloat16, torch.float16):  # a product adds up row after row, less exactly than a sum
         return torch.ops.fxfuse.grouped_sum_loop(d, ends)
-    return grouped_mm(d.t(), d.new_ones(d.shape[0], 8), ends)[:, :, 0]
+    return grouped_mm(d.t(), d.new_ones(d.shape[0], 8), ends)[:, :, 0].contiguous()
 
 
 def wide(t: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import contract
 import pytest
 import torch
 from moe_checks import EXACT, ODD, VARIED
@@ -74,6 +75,25 @@ def test_block_forward_and_backward(fields: dict[str, Any], routing: str) -> Non
     for save in (True, False):
         backward = backward_arguments(forward, want[1:], save)
         assert_same(function(**backward), reference(**backward))
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
+@every_block
+def test_results_in_other_dtypes(fields: dict[str, Any], dtype: torch.dtype) -> None:
+    """The twins round where the kernels do; each result is laid out as the reference's."""
+
+    def check(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
+        for i, (g, w) in enumerate(zip(got, want, strict=True)):
+            assert (g.shape, g.dtype, g.stride()) == (w.shape, w.dtype, w.stride()), i
+            assert g.numel() == 0 or contract.error(g, w) < 3 * contract.TOLERANCE[dtype], i
+
+    forward = arguments(Block(dtype=dtype, width=64, inner=32, tokens=21, **{**fields, "limit": None}))
+    function, reference = candidate("grouped_mlp")
+    want = reference(**forward)
+    check(function(**forward), want)
+    function, reference = candidate("grouped_mlp_backward")
+    backward = backward_arguments(forward, want[1:], True)
+    check(function(**backward), reference(**backward))
 
 
 @every_block
