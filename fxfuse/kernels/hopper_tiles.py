@@ -20,7 +20,7 @@ def limit(rows: int, experts: int) -> int:
     return -(-rows // ROWS) + experts + 2
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def fill(ends, table, rows, E: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr):
     """Write the list. Grid (E + 1,); GROUPS is a power of two, at least E + 1; ``rows`` is S."""
     group = tl.arange(0, GROUPS)
