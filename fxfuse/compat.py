@@ -499,7 +499,8 @@ def compiled_by_inductor(function: Callable[..., Any], args: Sequence[Any], kwar
     from .ops.define import MATERIALIZED
 
     lower_by_realizing(MATERIALIZED)
-    gm = make_fx(call, decomposition_table=decompositions())(*fakes)
+    with mode:  # scalars become tensors of this mode too
+        gm = make_fx(call, decomposition_table=decompositions(), _allow_non_fake_inputs=True)(*fakes)
     compiled = compile_fx_inner(gm, fakes)
     return lambda: compiled(list(tensors))
 

@@ -16,6 +16,7 @@ from fxfuse.ops.define import OPS, Candidate
 from fxfuse.recipe import current_recipe
 from fxfuse.settings import read
 
+compiled_by_inductor = compat.compiled_by_inductor
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
@@ -165,3 +166,16 @@ def test_experts_alone_get_even_groups() -> None:
     call = node("grouped_experts", **block)
     values = measure.realistic({n: measure._real(a) for n, a in measure.arguments(call)})
     assert values["ends"].tolist() == [8, 16, 25, 33, 42]
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("name", ["inline", "triton"])
+def test_an_expert_layer_compiles_alone(name: str) -> None:
+    """As it is measured: outside the graph that it comes from."""
+    call = node("grouped_mlp", **experts_call())
+    op = OPS[call.target]
+    function = op.reference if name == "inline" else next(c.function for c in op.candidates if c.name == name)
+    args = list(measure.realistic({n: measure._real(a) for n, a in measure.arguments(call)}).values())
+    got = compiled_by_inductor(function, args, {})()
+    assert measure.disagreement(got, op.reference(*args)) is None
+    assert got[0].isfinite().all() and got[0].abs().sum() > 0
