@@ -13,6 +13,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["test_up", "test_matmul", "test_dh", "not test_up and not test_matmul and not test_dh"])
 def test_kernels_match_their_twins(part: str) -> None:
     command = [sys.executable, "-m", "pytest", str(HERE / "interpreted.py"), "-q", "-x", "-k", part]
