@@ -389,6 +389,26 @@ def _quiet_tracing_context(mode: Any) -> Iterator[None]:
         yield
 
 
+def fake_inputs(example_inputs: Sequence[Any]) -> list[Any]:
+    """Dynamo's example inputs as fakes of the compile in progress: what is static stays static, and no memory is held.
+
+    Where nothing is dynamic Dynamo hands over real tensors, and what it knows of their sizes is gone when it has finished.
+    """
+    context = tracing_context()
+    mode = None if context is None else context.fake_mode
+    if context is None or mode is None:
+        return list(example_inputs)
+
+    def fake(t: Any) -> Any:
+        if not isinstance(t, torch.Tensor) or getattr(t, "fake_mode", None) is mode:
+            return t
+        known = context.tensor_to_context.get(t)
+        source = None if known is None else known.tensor_source
+        return mode.from_tensor(t, static_shapes=known is None or None, symbolic_context=known, source=source, trace=False)
+
+    return [fake(t) for t in example_inputs]
+
+
 @contextlib.contextmanager
 def late_tracing(context: Any) -> Iterator[None]:
     """Stand in for Dynamo's tracing context when a plan is built after Dynamo has finished."""

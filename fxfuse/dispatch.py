@@ -59,7 +59,7 @@ class Dispatch:
     """Every plan of one captured graph."""
 
     def __init__(self, gm: GraphModule, example_inputs: Sequence[Any], settings: Settings) -> None:
-        self.gm, self.example_inputs, self.settings = gm, list(example_inputs), settings
+        self.gm, self.example_inputs, self.settings = gm, compat.fake_inputs(example_inputs), settings
         self.context = compat.tracing_context()
         self.mode = compat.fake_mode_of(self.example_inputs)
         self.grad_mode = torch.is_grad_enabled()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -267,3 +268,39 @@ def test_report_carries_the_hash_of_its_plan() -> None:
     compiled(Block())(rows())
     assert fxfuse.last_report().graph_hash == fxfuse.plan_info().plans[0].graph
     assert_fused(fxfuse.last_report(), FUSED)
+
+
+# ---------------------------------------------------------------- plans built late
+@pytest.mark.parametrize("dynamic", [None, False, True])
+def test_late_plan_sees_the_sizes_that_the_first_plan_saw(dynamic: bool | None) -> None:
+    model, x = Block(), rows()
+    run = compiled(model, dynamic=dynamic)
+    run(x)
+    with fxfuse.use_recipe("strict"), fxfuse.disable("linear_add"):
+        run(x)
+    with fxfuse.disable("linear_add"):
+        run(x)
+    first, _, late = fxfuse.reports()
+    assert fxfuse.plan_info().builds == 3
+    assert "Sym(" not in late.graphs[0].before or dynamic
+    assert late.graphs[0].before == first.graphs[0].before
+
+
+def test_late_plan_on_a_strided_input() -> None:
+    model, x = Block(), rows(6, 32).detach()[:, ::2]
+    run = compiled(model)
+    want = run(x)
+    with fxfuse.use_recipe("strict"):
+        torch.testing.assert_close(run(x), want)
+    assert "Sym(" not in fxfuse.last_report().graphs[0].before
+
+
+def test_plans_hold_no_input_alive() -> None:
+    model, x = Block(), rows()
+    run = compiled(model)
+    with torch.no_grad():
+        run(x)
+    held = weakref.ref(x)
+    del x
+    gc.collect()
+    assert held() is None
