@@ -16,7 +16,7 @@ import torch
 from . import compat
 from .fusion import Fusion
 from .pattern import Decompositions, trace_forward
-from .region import inverse
+from .region import inverse, transposed
 from .samples import SENTINELS, Example, shape_of
 from .spellings import CAST, VIEWS, number_graph, target_name
 from .values import (
@@ -161,7 +161,7 @@ class Finder:
             yield bound
             return
         for near in self._near(bound, self.pattern.head(outputs[0])):
-            for m in (near, self.model.transposed(near)):
+            for m in (near, transposed(near, self.model)):
                 for extended in self._match(outputs[0], m, bound) if m is not None else ():
                     yield from self._extend(extended, outputs[1:])
 

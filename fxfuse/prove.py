@@ -31,6 +31,7 @@ from .region import (
     seen_values,
     slice_back,
     survivors,
+    transposed,
     without_users,
 )
 from .source import source_line
@@ -215,7 +216,7 @@ def _cut_forward(context: Context, guess: Guess, outputs: list[int]) -> Region |
     backward_fusion = fusion.side == "backward"
     required = len(outputs) - fusion.extra
     nodes: list[list[Node]] = [[root]]
-    transposed: set[int] = set()
+    turned: set[int] = set()
 
     def holding(c: int | None) -> list[Node]:
         members = table.members.get(c, ()) if c is not None else ()
@@ -223,8 +224,8 @@ def _cut_forward(context: Context, guess: Guess, outputs: list[int]) -> Region |
 
     for k in range(1, required):
         held = holding(outputs[k])
-        if not held and (held := holding(table.transposed(outputs[k]))):
-            transposed.add(k)
+        if not held and (held := holding(transposed(outputs[k], table))):
+            turned.add(k)
         if not held:
             return Refusal(f"output {k} is not computed by the model", root)
         if outputs[k] in outputs[:k]:
@@ -240,7 +241,7 @@ def _cut_forward(context: Context, guess: Guess, outputs: list[int]) -> Region |
     if stray:
         return Refusal(f"it reaches {stray[0].name}, which is not an input", stray[0])
     region = Region(fusion, root, guess.inputs, guess.scalars, nodes, inside, set())
-    region.layouts, region.transposed = guess.layouts, frozenset(transposed)
+    region.layouts, region.transposed = guess.layouts, frozenset(turned)
     regions = {n.meta.get("ac_graph_id") for n in inside if is_tensor(n) and not layout_source(n, given, table)}
     if len(regions) > 1:
         return Refusal("it crosses activation-checkpoint regions", root)

@@ -186,6 +186,12 @@ def layout_source(node: Node, classes: set[int], table: Table) -> bool:
     return True
 
 
+def transposed(c: int, table: Table) -> int | None:
+    """The class of a matrix transposed; None for anything else."""
+    shape = table.shapes[c]
+    return table.permute(c, [1, 0]) if shape is not None and len(shape) == 2 else None
+
+
 def is_constant(node: Node, classes: set[int], table: Table) -> bool:
     """Whether no input of the graph or of the region enters a node."""
     seen: set[Node] = set()

@@ -250,9 +250,17 @@ def _addmm(table: Table, node: Node, env: Env) -> int | None:
 
 def _add(table: Table, node: Node, env: Env) -> int | None:
     x, y, v = operand(node, 0), operand(node, 1), value(node)
-    if dict(arguments(node))["alpha"] != 1 or not is_tensor(y):
+    if dict(arguments(node))["alpha"] != 1:
         return None
-    return table.add(env(x), env(y), v.shape, v.dtype)
+    return table.add(env(x), env(y), v.shape, v.dtype) if is_tensor(y) else _with_float(table, node, env, ("i", "1"))
+
+
+def _with_float(table: Table, node: Node, env: Env, *rest: Arg) -> int | None:
+    """A floating-point tensor and a number: an integer is a float there."""
+    c, k, v = env(operand(node, 0)), operand(node, 1), value(node)
+    if not isinstance(k, int) or k != float(k) or not v.dtype.is_floating_point:
+        return None
+    return table.intern((target_name(node.target), ref(c), _argument(float(k), env), *rest), v.shape, v.dtype)
 
 
 def _mul(table: Table, node: Node, env: Env) -> int | None:
@@ -275,13 +283,12 @@ def _div(table: Table, node: Node, env: Env) -> int | None:
 
 
 def _pow(table: Table, node: Node, env: Env) -> int | None:
-    k = _number(operand(node, 1))
-    if k not in (1, 2) or not value(node).dtype.is_floating_point:
-        return None
-    c = env(operand(node, 0))
-    if table.dtypes[c] != value(node).dtype:
+    k, c, v = _number(operand(node, 1)), env(operand(node, 0)), value(node)
+    if k not in (1, 2):
+        return _with_float(table, node, env)
+    if not v.dtype.is_floating_point or table.dtypes[c] != v.dtype:
         return None  # an integer to the power of a float
-    return c if k == 1 else table.intern((SQUARE, ref(c)), value(node).shape, value(node).dtype)
+    return c if k == 1 else table.intern((SQUARE, ref(c)), v.shape, v.dtype)
 
 
 def _sum(table: Table, node: Node, env: Env) -> int | None:

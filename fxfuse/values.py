@@ -202,11 +202,6 @@ class Table:
         """The order of dimensions of a permute."""
         return tuple(int(d[1]) for d in self.keys[c][2][1])
 
-    def transposed(self, c: int) -> int | None:
-        """A matrix transposed; None for anything else."""
-        shape = self.shapes[c]
-        return self.permute(c, [1, 0]) if shape is not None and len(shape) == 2 else None
-
     def expand(self, c: int, shape: Sequence[Any]) -> int:
         """Broadcast to a shape."""
         if sizes(shape) == sizes(self.shape(c)):

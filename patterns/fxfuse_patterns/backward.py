@@ -147,16 +147,6 @@ def _(dy, x, s):
     return fxfuse.ops.matmul_scale(rows(dy).t(), rows(x), s)
 
 
-@fxfuse.register_backward_fusion(name="wgrad_scale[transposed]", example=WGRAD, check_on_register=False)
-def wgrad_scale_transposed(dy, x, s: float):
-    return rows(x).t() @ rows(dy * s)
-
-
-@wgrad_scale_transposed.rewrite
-def _(dy, x, s):
-    return fxfuse.ops.matmul_scale(rows(x).t(), rows(dy), s)
-
-
 # ------------------------------------------------------------------------------------------------ dgrad + accumulation
 
 

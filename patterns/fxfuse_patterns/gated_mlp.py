@@ -10,23 +10,23 @@ from torch import Tensor
 
 import fxfuse
 
-from .activations import ACTIVATIONS, NEEDS
+from .activations import ACTIVATIONS, NEEDS, Spelling, spellings
 from .linears import bias_gradient, linear_gradients
 
 KINDS = ("silu", "gelu", "gelu_tanh", "relu")
 
 
-def register_separate(kind: str, act: Callable[[Tensor], Tensor]) -> None:
+def register_separate(kind: str, spelling: Spelling) -> None:
     """Register ``gated_mlp_<kind>``: gate and up have a weight each."""
 
     @fxfuse.register_forward_backward_fusion(
-        name=f"gated_mlp_{kind}",
-        example={"x": "m k", "w_gate": "n k", "w_up": "n k", "b_gate": "n", "b_up": "n"},
-        requires=NEEDS[kind],
+        name=f"gated_mlp_{kind}{spelling.form}",
+        example=spelling.example({"x": "m k", "w_gate": "n k", "w_up": "n k", "b_gate": "n", "b_up": "n"}),
+        requires=spelling.needs,
         check_on_register=False,
     )
     def gated_mlp(x, w_gate, w_up, b_gate=None, b_up=None):
-        return act(F.linear(x, w_gate, b_gate)) * F.linear(x, w_up, b_up)
+        return spelling.function(F.linear(x, w_gate, b_gate)) * F.linear(x, w_up, b_up)
 
     @gated_mlp.check
     def _(m):
@@ -49,18 +49,18 @@ def register_separate(kind: str, act: Callable[[Tensor], Tensor]) -> None:
         return dx, d_gate, d_up, bias_gradient(dg, mask[3]), bias_gradient(du, mask[4])
 
 
-def register_packed(kind: str, act: Callable[[Tensor], Tensor]) -> None:
+def register_packed(kind: str, spelling: Spelling) -> None:
     """Register ``gated_mlp_packed_<kind>``: one weight with rows [gate; up]."""
 
     @fxfuse.register_forward_backward_fusion(
-        name=f"gated_mlp_packed_{kind}",
-        example={"x": "m k", "w": "n k", "b": "n"},
-        requires=NEEDS[kind],
+        name=f"gated_mlp_packed_{kind}{spelling.form}",
+        example=spelling.example({"x": "m k", "w": "n k", "b": "n"}),
+        requires=spelling.needs,
         check_on_register=False,
     )
     def gated_mlp_packed(x, w, b=None):
         gate, up = F.linear(x, w, b).chunk(2, -1)
-        return act(gate) * up
+        return spelling.function(gate) * up
 
     @gated_mlp_packed.check
     def _(m):
@@ -113,5 +113,6 @@ def register_batched(kind: str, act: Callable[[Tensor], Tensor]) -> None:
 
 for _kind in KINDS:
     register_batched(_kind, ACTIVATIONS[_kind])
-    register_separate(_kind, ACTIVATIONS[_kind])
-    register_packed(_kind, ACTIVATIONS[_kind])
+    for _spelling in spellings(_kind):
+        register_separate(_kind, _spelling)
+        register_packed(_kind, _spelling)

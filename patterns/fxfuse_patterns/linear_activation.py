@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch.nn.functional as F
-from torch import Tensor
 
 import fxfuse
 
-from .activations import ACTIVATIONS, NEEDS
+from .activations import ACTIVATIONS, Spelling, spellings
 from .linears import linear_gradients
 
 EXAMPLE = {"x": "m k", "w": "n k", "b": "n"}
 
 
-def register(kind: str, act: Callable[[Tensor], Tensor]) -> None:
-    """Register ``linear_<kind>``."""
+def register(kind: str, spelling: Spelling) -> None:
+    """Register ``linear_<kind>``, or a form of it."""
 
     @fxfuse.register_forward_backward_fusion(
-        name=f"linear_{kind}", example=EXAMPLE, requires=NEEDS[kind], check_on_register=False
+        name=f"linear_{kind}{spelling.form}",
+        example=spelling.example(EXAMPLE),
+        requires=spelling.needs,
+        check_on_register=False,
     )
     def linear_activation(x, w, b=None):
-        return act(F.linear(x, w, b))
+        return spelling.function(F.linear(x, w, b))
 
     @linear_activation.forward
     def _(x, w, b, *, save):
@@ -35,5 +35,6 @@ def register(kind: str, act: Callable[[Tensor], Tensor]) -> None:
         return (*linear_gradients(d, x, w, mask[:2]), db)
 
 
-for _kind, _act in ACTIVATIONS.items():
-    register(_kind, _act)
+for _kind in ACTIVATIONS:
+    for _spelling in spellings(_kind):
+        register(_kind, _spelling)
