@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import contract
-import interpreter  # noqa: F401  (its process was started with TRITON_INTERPRET=1)
+import interpreter  # its process was started with TRITON_INTERPRET=1
 import pytest
 import torch
 from contract import BF16, ENDS, F16, F32, LAYOUTS, STORED, VARIANTS, Case
@@ -49,6 +50,12 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(params=[contextlib.nullcontext, interpreter.last_program_first], ids=["first program first", "last first"])
+def either_order(request: pytest.FixtureRequest) -> Iterator[None]:
+    with request.param():
+        yield
+
+
 @dtypes
 @layouts
 @stored
@@ -57,12 +64,14 @@ def test_up_layouts(dtype: torch.dtype, layout: str, stored: str) -> None:
 
 
 @every_end
+@pytest.mark.usefixtures("either_order")
 def test_up_rows(ends: str) -> None:
     contract.check_up(PORTABLE, Case(ends=ends, dtype=F16, gathers=False, save=False))
     contract.check_up(PORTABLE, Case(ends=ends, **OVER_A_TILE))
 
 
 @layouts
+@pytest.mark.usefixtures("either_order")
 def test_up_with_large_tiles(layout: str) -> None:
     contract.check_up(PORTABLE, Case(ends="many rows an expert", dtype=F16, layout=layout, hidden=70, inner=140))
 
@@ -81,6 +90,7 @@ def test_matmul_layouts(dtype: torch.dtype, stored: str, transposed: bool) -> No
 
 
 @every_end
+@pytest.mark.usefixtures("either_order")
 def test_matmul_rows(ends: str) -> None:
     contract.check_matmul(PORTABLE, Case(ends=ends, dtype=F16, biases=False), True)
     contract.check_matmul(PORTABLE, Case(ends=ends, **OVER_A_TILE), False)
@@ -94,6 +104,7 @@ def test_dh_layouts(dtype: torch.dtype, layout: str, stored: str) -> None:
 
 
 @every_end
+@pytest.mark.usefixtures("either_order")
 def test_dh_rows(ends: str) -> None:
     contract.check_dh(PORTABLE, Case(ends=ends, dtype=F16, gathers=False, weights=False))
     contract.check_dh(PORTABLE, Case(ends=ends, **OVER_A_TILE))
@@ -106,6 +117,7 @@ def test_dh_activations(layout: str, variant: str) -> None:
 
 
 @layouts
+@pytest.mark.usefixtures("either_order")
 def test_dh_with_large_tiles(layout: str) -> None:
     contract.check_dh(PORTABLE, Case(ends="many rows an expert", dtype=F16, layout=layout, hidden=70, inner=140))
 
@@ -134,6 +146,7 @@ def test_route(tokens: int, chosen: int, experts: int, dtype: torch.dtype) -> No
     contract.check_route(PORTABLE, contract.random_ids(chosen, tokens, experts, dtype=dtype).t(), experts)
 
 
+@pytest.mark.usefixtures("either_order")
 def test_route_with_blocks_of_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fxfuse.kernels.routing.BLOCKS", 2)
     contract.check_route(PORTABLE, contract.random_ids(700, 1, 5), 5)

@@ -5,7 +5,9 @@ Only for processes of their own: the switch is global, and a kernel that was onc
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -22,3 +24,19 @@ def _patch(tensor: Any, *scope: Any) -> None:
 
 
 interpreter._patch_lang_tensor = _patch
+
+
+@contextlib.contextmanager
+def last_program_first() -> Iterator[None]:
+    """Programs run one after the other: what one writes into another's rows shows when they run the other way round."""
+    builder = interpreter.interpreter_builder
+    place = builder.set_grid_idx
+
+    def mirrored(x: int, y: int, z: int) -> None:
+        place(*(n - 1 - i for n, i in zip(builder.grid_dim, (x, y, z), strict=True)))
+
+    builder.set_grid_idx = mirrored
+    try:
+        yield
+    finally:
+        del builder.set_grid_idx
