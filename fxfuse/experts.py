@@ -39,13 +39,34 @@ class Gate(NamedTuple):
     alpha: float | None = None
 
 
+class Clamped(NamedTuple):
+    """A gate that clamps both halves before the activation, by the attributes of its module that it reads."""
+
+    limit: str
+    alpha: str | None = None
+    """With it ``g sigmoid(alpha g) (u + 1)``, as GPT-OSS's."""
+    activation: str | None = "silu"
+    """None: the module's ``act_fn``."""
+    layout: str = "concat"
+
+
+CLAMPED = {
+    "gpt_oss.modeling_gpt_oss.GptOssExperts": Clamped("limit", "alpha", layout="interleaved"),
+    "openai_privacy_filter.modeling_openai_privacy_filter.OpenAIPrivacyFilterExperts": Clamped("limit", "alpha"),
+    "minimax_m3_vl.modeling_minimax_m3_vl.MiniMaxM3VLExperts": Clamped("swiglu_limit", "swiglu_alpha"),
+    "deepseek_v4.modeling_deepseek_v4.DeepseekV4Experts": Clamped("limit", activation=None),
+    "glm5_next.modeling_glm5_next.Glm5NextTextExperts": Clamped("swiglu_limit"),
+    "hy_v4.modeling_hy_v4.HYV4Experts": Clamped("swiglu_limit"),
+    "hy_v4_vl.modeling_hy_v4_vl.HYV4VLExperts": Clamped("swiglu_limit"),
+}
+"""By class within ``transformers.models``: the gates of transformers' own that are ``grouped_mlp``'s."""
+
+
 class Known(NamedTuple):
     """What transformers calls the gates and activations that ``grouped_mlp`` has."""
 
     halves: Callable[..., Tensor]
     """``act(gate) * up`` of the two halves: the gate of experts that have none of their own."""
-    clamped: Callable[..., Tensor]
-    """GPT-OSS's: alternating columns, both clamped, ``g sigmoid(alpha g) (u + 1)``."""
     activations: dict[type, str]
 
 
@@ -61,8 +82,8 @@ def register_transformers() -> None:
     ``fxfuse.ops.grouped_mlp``, eager or compiled with any backend. With ``backend="fxfuse"`` none of this is needed: the
     default implementation is recognised in the graph.
 
-    Experts with a norm after them, with a gate of their own other than GPT-OSS's, or with an activation that
-    ``grouped_mlp`` does not have raise a ``FxfuseError`` when they are called.
+    Experts with a norm after them, with a gate of their own other than a clamped one of ``CLAMPED``, or with an activation
+    that ``grouped_mlp`` does not have raise a ``FxfuseError`` when they are called.
 
     Raises:
         FxfuseError: transformers is not installed, or has no such implementations (5.24 has them).
@@ -70,11 +91,10 @@ def register_transformers() -> None:
     try:
         from transformers.activations import ACT2FN
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
-        from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
     except ImportError as error:
         raise FxfuseError(f"register_transformers: needs transformers and its experts implementations ({error})") from error
     activations = {type(ACT2FN[theirs]): ours for theirs, ours in ACTIVATIONS.items()}
-    known = Known(_default_apply_gate, vars(GptOssExperts)["_apply_gate"], activations)
+    known = Known(_default_apply_gate, activations)
     ALL_EXPERTS_FUNCTIONS.register(NAME, _experts_forward(known))
 
 
@@ -106,16 +126,32 @@ def _gate(experts: Any, known: Known) -> Gate:
         raise _unsupported(experts, "a norm after each expert (has_post_expert_norm)")
     if experts.has_gate:
         gate = getattr(experts._apply_gate, "__func__", experts._apply_gate)
-        if gate is known.clamped:
-            return Gate("silu", "interleaved", experts.limit, experts.alpha)
+        clamped = _clamped(experts, gate)
+        if clamped is not None:
+            alpha = None if clamped.alpha is None else getattr(experts, clamped.alpha)
+            act = clamped.activation or _activation(experts, known)
+            return Gate(act, clamped.layout, getattr(experts, clamped.limit), alpha)
         if gate is not known.halves:
             raise _unsupported(experts, "a gate of its own (_apply_gate)")
+    return Gate(_activation(experts, known))
+
+
+def _clamped(experts: Any, gate: Callable[..., Tensor]) -> Clamped | None:
+    """A clamped gate by the class that it comes from; one that was put there by somebody else comes from elsewhere."""
+    for cls in type(experts).__mro__:
+        known = CLAMPED.get(f"{cls.__module__}.{cls.__qualname__}".removeprefix("transformers.models."))
+        if known is not None and cls._apply_gate is gate and gate.__module__ == cls.__module__:
+            return known
+    return None
+
+
+def _activation(experts: Any, known: Known) -> str:
     act = experts.act_fn
     if type(act) not in known.activations:
         name = type(act).__name__ if isinstance(act, nn.Module) else repr(act)
         there = ", ".join(sorted(set(known.activations.values())))
         raise _unsupported(experts, f"the activation {name} (there are {there})")
-    return Gate(known.activations[type(act)])
+    return known.activations[type(act)]
 
 
 def _unsupported(experts: Any, what: str) -> FxfuseError:

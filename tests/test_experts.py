@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,78 @@ def test_mixed_dtypes_follow_the_weights() -> None:
     out = experts(x, ids, weights)
     assert out.dtype == torch.float32
     assert torch.equal(out, experts(x.bfloat16(), ids, weights).float())
+
+
+# ------------------------------------------------------------------------------------------------ clamped gates
+
+SIZES = {
+    **dict.fromkeys(["num_local_experts", "num_experts", "n_routed_experts"], 4),
+    **dict.fromkeys(["intermediate_size", "moe_intermediate_size", "expert_hidden_size"], 24),
+    **{"hidden_size": 32, "hidden_act": "silu", "swiglu_limit": 0.5, "swiglu_alpha": 1.3},  # so low that it clamps
+}
+clamped = pytest.mark.parametrize("name", fxfuse.experts.CLAMPED)
+
+
+def clamping_experts(name: str, implementation: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The experts of one model alone, random in every parameter."""
+    module, _, cls = name.rpartition(".")
+    kind = getattr(pytest.importorskip(f"transformers.models.{module}"), cls)
+    experts = kind(types.SimpleNamespace(**SIZES, _experts_implementation=implementation))
+    torch.manual_seed(0)
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter, std=0.4)
+    return experts.to(dtype)
+
+
+def routed(experts: nn.Module, dtype: torch.dtype = torch.float32) -> compare.Run:
+    """Output and gradients of 64 tokens."""
+    generator = torch.Generator().manual_seed(1)
+    x, weights = (torch.randn(shape, generator=generator).bfloat16().to(dtype).requires_grad_() for shape in ((64, 32), (64, 2)))
+    ids = torch.rand(64, 4, generator=generator).argsort(-1)[:, :2]
+    out = experts(x, ids, weights)
+    out.square().sum().backward()
+    grads = (x.grad, weights.grad, *[p.grad for p in experts.parameters()])
+    return compare.Run(outputs=(out.detach(),), grads=grads, inputs=())
+
+
+@clamped
+def test_clamped_gate(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = clamping_experts(name, "fxfuse"), clamping_experts(name, "eager")
+    calls = counted(monkeypatch)
+    compare.assert_same(routed(ours), routed(theirs), 1e-5)
+    (options,) = calls
+    assert options["limit"] == 0.5 and options["alpha"] == (1.3 if fxfuse.experts.CLAMPED[name].alpha else None)
+    unclamped = clamping_experts(name, "eager")
+    for attribute in ("limit", "swiglu_limit"):
+        setattr(unclamped, attribute, 100.0)
+    assert compare.relative_error(routed(ours).outputs[0], routed(unclamped).outputs[0]) > 1e-2, "nothing is clamped"
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a .functools.lru_cache:UserWarning")  # in transformers
+@clamped
+def test_clamped_gate_is_recognised_in_a_graph(name: str) -> None:
+    """With ``backend="fxfuse"`` and transformers' own implementation."""
+    experts = clamping_experts(name, "grouped_mm", torch.bfloat16)
+    exact, eager = copy.deepcopy(experts).double(), copy.deepcopy(experts)
+    exact.config = types.SimpleNamespace(**SIZES, _experts_implementation="eager")
+    got = routed(torch.compile(experts, backend="fxfuse", dynamic=False, options={"lower": "eager"}), torch.bfloat16)
+    assert fxfuse.last_report().count("grouped_mlp", "backward") == 1, fxfuse.last_report().why_not("grouped_mlp")
+    compare.assert_as_near_to_fp64(got, routed(eager, torch.bfloat16), routed(exact, torch.float64))
+
+
+@pytest.mark.parametrize("name", ["gpt_oss.modeling_gpt_oss.GptOssExperts"])
+def test_gate_of_a_subclass(name: str) -> None:
+    ours, theirs = clamping_experts(name, "fxfuse"), clamping_experts(name, "eager")
+    for experts in (ours, theirs):
+        experts.__class__ = type("OwnExperts", (type(experts),), {})
+    compare.assert_same(routed(ours), routed(theirs), 1e-5)
+
+
+def test_gate_that_somebody_else_put_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = clamping_experts("gpt_oss.modeling_gpt_oss.GptOssExperts", "fxfuse")
+    monkeypatch.setattr(type(experts), "_apply_gate", lambda self, gate_up: gate_up[..., ::2])
+    with pytest.raises(fxfuse.FxfuseError, match="a gate of its own"):
+        routed(experts)
 
 
 # ------------------------------------------------------------------------------------------------ what it does not do

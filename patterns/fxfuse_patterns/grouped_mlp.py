@@ -17,7 +17,7 @@ from torch import Tensor
 
 import fxfuse
 
-from .activations import ACTIVATIONS
+from .activations import ACTIVATIONS, SILU
 
 aten = torch.ops.aten
 FIELDS = ("w_gate", "w_up", "w_down", "b_gate", "b_down")
@@ -157,10 +157,24 @@ def _plain(w: Holes, act: Callable[[Tensor], Tensor], rows: Tensor, linear: Line
     return linear(act(linear(rows, w["w_up"], w.get("b_up"))), w["w_down"], w.get("b_down"))
 
 
+def _clamp(w: Holes, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    return gate.clamp(max=w["limit"]), up.clamp(min=-w["limit"], max=w["limit"])
+
+
 def _clamped(w: Holes, act: Callable[[Tensor], Tensor], rows: Tensor, linear: Linear) -> Tensor:
     h = linear(rows, w["w_gate_up"], w.get("b_gate_up"))
-    gate, up = h[..., ::2].clamp(max=w["limit"]), h[..., 1::2].clamp(min=-w["limit"], max=w["limit"])
+    gate, up = _clamp(w, h[..., ::2], h[..., 1::2])
     return linear((up + 1) * (gate * torch.sigmoid(gate * w["alpha"])), w["w_down"], w.get("b_down"))
+
+
+def _clamped_halves(w: Holes, act: Callable[[Tensor], Tensor], rows: Tensor, linear: Linear) -> Tensor:
+    gate, up = _clamp(w, *linear(rows, w["w_gate_up"], w.get("b_gate_up")).chunk(2, -1))
+    return linear((up + 1) * (gate * torch.sigmoid(gate * w["alpha"])), w["w_down"], w.get("b_down"))
+
+
+def _clamped_packed(w: Holes, act: Callable[[Tensor], Tensor], rows: Tensor, linear: Linear) -> Tensor:
+    gate, up = _clamp(w, *linear(rows, w["w_gate_up"], w.get("b_gate_up")).chunk(2, -1))
+    return linear(act(gate) * up, w["w_down"], w.get("b_down"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,11 +192,14 @@ class Layout:
 
 GATES = {"silu": (), "gelu": (aten.gelu.default,), "gelu_tanh": (aten.gelu.default,)}
 """silu is looked for in every graph, so that another activation is a near miss."""
+CLAMP = (aten.clamp.default, aten.clamp_max.default)
+PACKED = {"w_gate_up": ("w_gate", (4, 48, 32)), "w_down": ("w_down", (4, 32, 24))}
+PACKED_BIASES = {"b_gate_up": ("b_gate", (4, 48)), "b_down": ("b_down", (4, 32))}
 LAYOUTS: dict[str, Layout] = {
     "packed": Layout(
         _packed,
-        {"w_gate_up": ("w_gate", (4, 48, 32)), "w_down": ("w_down", (4, 32, 24))},
-        {"b_gate_up": ("b_gate", (4, 48)), "b_down": ("b_down", (4, 32))},
+        PACKED,
+        PACKED_BIASES,
         GATES,
         "concat",
     ),
@@ -195,12 +212,21 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "clamped": Layout(
         _clamped,
-        {"w_gate_up": ("w_gate", (4, 48, 32)), "w_down": ("w_down", (4, 32, 24))},
-        {"b_gate_up": ("b_gate", (4, 48)), "b_down": ("b_down", (4, 32))},
-        {"silu": (aten.sigmoid.default,)},
+        PACKED,
+        PACKED_BIASES,
+        {"silu": (aten.sigmoid.default, CLAMP)},
         "interleaved",
         ("limit", "alpha"),
     ),
+    "clamped halves": Layout(
+        _clamped_halves,
+        PACKED,
+        PACKED_BIASES,
+        {"silu": (aten.sigmoid.default, CLAMP)},
+        "concat",
+        ("limit", "alpha"),
+    ),
+    "clamped packed": Layout(_clamped_packed, PACKED, PACKED_BIASES, {"silu": (SILU, CLAMP)}, "concat", ("limit",)),
     "plain": Layout(
         _plain,
         {"w_up": ("w_gate", (4, 24, 32)), "w_down": ("w_down", (4, 32, 24))},
@@ -215,7 +241,8 @@ LAYOUTS: dict[str, Layout] = {
     ),
 }
 """packed: gate and up are halves of one linear. separate: a weight each. clamped: they alternate, are clamped, and up counts
-from one (GPT-OSS). plain: no gate."""
+from one (GPT-OSS). clamped halves: the same of two halves (MiniMax-M3). clamped packed: halves that are clamped (DeepSeek-V4).
+plain: no gate."""
 
 
 # ------------------------------------------------------------------------------------------------ registration
@@ -267,7 +294,7 @@ def register(block_name: str, block: Block, layout_name: str, layout: Layout, ki
 
     _signature(pattern, names, (), "")
     fusion = fxfuse.register_forward_backward_fusion(
-        name=f"grouped_mlp[{block_name}, {layout_name}{'' if layout.scalars else ' ' + kind}]",
+        name=f"grouped_mlp[{block_name}, {layout_name}{'' if 'alpha' in layout.scalars else ' ' + kind}]",
         example=_examples(
             block.holes,
             {hole: shape for hole, (_, shape) in layout.weights.items()},

@@ -63,11 +63,25 @@ def clamped(limit: float, alpha: float) -> Activation:
     return Activation({"limit": limit, "alpha": alpha, "layout": "interleaved"}, plain, "clamped")
 
 
+def clamped_halves(limit: float, alpha: float | None) -> Activation:
+    """The same of two halves, and with SiLU in its place."""
+
+    def plain(h: Tensor) -> Tensor:
+        gate, up = h.chunk(2, dim=-1)
+        gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+        return F.silu(gate) * up if alpha is None else (up + 1) * (gate * torch.sigmoid(gate * alpha))
+
+    options = {"limit": limit} if alpha is None else {"limit": limit, "alpha": alpha}
+    return Activation(options, plain, "clamped packed silu" if alpha is None else "clamped halves")
+
+
 ACTIVATIONS = {
     "swiglu": Activation({}, swiglu, "packed silu"),
     "clamped": clamped(7.0, 1.702),
     "clamped_5": clamped(5.0, 1.5),
     "clamped_tightly": clamped(0.3, 1.702),
+    "clamped_halves": clamped_halves(0.3, 1.702),
+    "clamped_silu": clamped_halves(0.3, None),
     "relu2": Activation({"activation": "relu2", "gated": False}, lambda h: F.relu(h).square(), "plain relu2"),
 }
 activations = pytest.mark.parametrize("act", ACTIVATIONS.values(), ids=ACTIVATIONS)
