@@ -89,9 +89,10 @@ def rewrite(
         if chosen is not recipe:  # what one recipe's numerics take for equal, another's may not
             run.enter(Context.of(graph, decompositions, chosen, context))
         _try_fusions(run, [f for f in fusions if runs_under(f.recipes, chosen)])
-    missed = _missed(run)
+    refused = _refused(run)
     if strict:
-        _raise_refused(missed)
+        _raise_refused(refused)
+    missed = (*refused, *_nearest(run, refused))
     record = GraphRecord(
         kind,
         before,
@@ -276,8 +277,10 @@ def _fused(run: _Run, region: Region, names: tuple[tuple[str, ...], tuple[str, .
 
 def _refusal(run: _Run, name: str, root: Node, size: int, refusal: Refusal) -> Missed:
     """Every value was found and still the place is left alone: always reported."""
-    source = source_line(refusal.node) or source_line(root)
-    return Missed(name, size, size, refusal.reason, refusal.node.name, source, layer_path(root), run.kind)
+    source, reason = source_line(refusal.node) or source_line(root), refusal.reason
+    if DONE in refusal.node.meta:
+        reason = f"part of it was fused before{TAKEN}{run.fused[refusal.node.meta[DONE]][1].name}"
+    return Missed(name, size, size, reason, refusal.node.name, source, layer_path(root), run.kind)
 
 
 def _remember_nearest(run: _Run, fusion: Fusion, root: Node, mismatch: Mismatch) -> None:
@@ -291,12 +294,15 @@ def _remember_nearest(run: _Run, fusion: Fusion, root: Node, mismatch: Mismatch)
         run.nearest[family(fusion.name)] = (missed, root)
 
 
-def _missed(run: _Run) -> tuple[Missed, ...]:
-    """Every refused place, and the nearest miss of each fusion that came to nothing."""
-    refused = [_with_taker(run, m, root) for (name, root), m in run.missed.items() if not _taken_by_kin(run, name, root)]
+def _refused(run: _Run) -> list[Missed]:
+    """Every place where a whole pattern was found and left alone."""
+    return [_with_taker(run, m, root) for (name, root), m in run.missed.items() if not _taken_by_kin(run, name, root)]
+
+
+def _nearest(run: _Run, refused: Sequence[Missed]) -> list[Missed]:
+    """The nearest miss of each fusion that came to nothing."""
     fired = {family(f.name) for _, f in run.fused} | {family(m.name) for m in refused}
-    nearest = [m for name, (m, root) in run.nearest.items() if name not in fired and _is_news(run, m, root)]
-    return tuple(refused + nearest)
+    return [m for name, (m, root) in run.nearest.items() if name not in fired and _is_news(run, m, root)]
 
 
 def _taken_by_kin(run: _Run, name: str, root: Node) -> bool:
@@ -316,7 +322,7 @@ def _with_taker(run: _Run, missed: Missed, root: Node) -> Missed:
 
 
 def _raise_refused(missed: Sequence[Missed]) -> None:
-    refused = [m for m in missed if m.matched == m.total and TAKEN not in m.reason]
+    refused = [m for m in missed if TAKEN not in m.reason]
     if refused:
         lines = [f"  {m.name}: {m.reason} at {m.source or m.node}" for m in refused]
         raise FusionCountError(f"fusion {refused[0].name!r} was refused: {refused[0].reason}; all refusals:\n" + "\n".join(lines))

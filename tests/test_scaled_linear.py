@@ -432,3 +432,10 @@ def test_training_follows_full_precision() -> None:
     gap = (true - other).abs().mean()
     for recipe in ("fp8_block", "fp8_current", "fp8_delayed"):
         assert (losses(recipe, 0, FP32) - losses("default", 0, FP32)).abs().mean() <= gap
+
+
+def test_what_another_fusion_wanted_says_that_its_linear_was_quantised() -> None:
+    run = compiled(Mlp(), options={"strict": True})  # and strict does not raise for it
+    with fxfuse.use_recipe("fp8_current"):
+        run(torch.randn(6, 128))
+    assert "part of it was fused before; the place went to scaled_linear" in fxfuse.last_report().why_not("linear_gelu")
