@@ -3,6 +3,7 @@
     python benchmarks/overhead.py
 
 dispatch    microseconds of what Dynamo calls, against the plan that it runs: our choice of a plan alone
+switch      microseconds that entering and leaving another recipe adds to two calls, for each of the two switches
 call        microseconds of one call of a tiny compiled function, Dynamo and AOTAutograd included
 step        one training step of the demo model; the two are run in turn and compared round by round
 """
@@ -27,6 +28,7 @@ sys.path[:0] = [str(ROOT / "examples"), str(ROOT), str(ROOT / "patterns")]
 from language_model import LanguageModel  # noqa: E402
 from record import record  # noqa: E402  (imports fxfuse: without an installation, that is what registers the backend)
 
+import fxfuse  # noqa: E402
 from fxfuse import dispatch  # noqa: E402
 
 BACKENDS = ("inductor", "fxfuse")
@@ -95,6 +97,41 @@ def dispatch_table(rounds: int) -> list[dict[str, Any]]:
     ]
 
 
+def switch_table(rounds: int) -> list[dict[str, Any]]:
+    """Two calls of the closure that chooses a plan, the first of them under another recipe, against both under one."""
+    torch.compiler.reset()  # another table may have compiled the function
+    before = set(dispatch._live)
+    x = torch.randn(8)
+    function, strict = compiled_with("fxfuse", tiny_function), fxfuse.Recipe(numerics="strict")
+    function(x)
+    with fxfuse.use_recipe(strict):
+        function(x)
+    (made,) = set(dispatch._live) - before
+    kept = [(plan, plan.run) for plan in made.plans.values()]
+    for plan, _ in kept:
+        plan.run = lambda *args: args
+    call = made.callable()
+
+    def switching() -> None:
+        with fxfuse.use_recipe(strict):
+            call(x)
+        call(x)
+
+    def staying() -> None:
+        call(x)
+        call(x)
+
+    timers = {name: Timer("f()", globals={"f": f}) for name, f in (("staying", staying), ("switching", switching))}
+    us: dict[str, list[float]] = {name: [] for name in timers}
+    for _ in range(rounds):
+        for name, timer in timers.items():
+            us[name].append(timer.blocked_autorange(min_run_time=0.2).median * 1e6)
+    for plan, run in kept:
+        plan.run = run
+    added = [(a - b) / 2 for a, b in zip(us["switching"], us["staying"], strict=True)]
+    return [{"what": "one switch", "added us": statistics.median(added), "least us": min(added)}]
+
+
 def new_model() -> LanguageModel:
     torch.manual_seed(0)
     return LanguageModel().to("cuda" if torch.cuda.is_available() else "cpu")
@@ -134,11 +171,14 @@ def step_table(rounds: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tables", nargs="*", default=["dispatch", "call", "step"], help="dispatch, call, step (all)")
+    tables = ["dispatch", "switch", "call", "step"]
+    parser.add_argument("tables", nargs="*", default=tables, help=f"{', '.join(tables)} (all)")
     parser.add_argument("--rounds", type=int, default=40)
     args = parser.parse_args()
     if "dispatch" in args.tables:
         record("overhead_dispatch", "choosing the plan of a call, CPU", dispatch_table(max(4, args.rounds // 4)))
+    if "switch" in args.tables:
+        record("overhead_switch", "choosing another recipe's plan, CPU", switch_table(max(4, args.rounds // 4)))
     if "call" in args.tables:
         record("overhead_call", "one call of a tiny function, CPU", call_table(max(4, args.rounds // 4)))
     if "step" in args.tables:
