@@ -19,6 +19,7 @@ from . import compat
 from .errors import warn_once
 from .ops.define import Candidate
 from .ops.grouped_mlp import route
+from .pattern import as_tuple
 from .recipe import Recipe
 from .settings import Settings
 from .spellings import arguments
@@ -111,9 +112,9 @@ def _times(target: str, candidates: Sequence[Candidate], args: Sequence[Any], mi
     """Milliseconds of the first candidate and of those others that agree with it."""
     calls = {c.name: compat.compiled_by_inductor(c.function, args, {}) for c in candidates}
     (first, inline), *others = calls.items()
-    times, expected = {first: _time(inline, milliseconds)}, inline()
+    times, expected = {first: _time(inline, milliseconds)}, as_tuple(inline())
     for name, call in others:
-        reason = disagreement(call(), expected)
+        reason = disagreement(as_tuple(call()), expected)
         if reason is None:
             times[name] = _time(call, milliseconds)
         else:
