@@ -14,10 +14,11 @@ from torch.fx import Graph, Node
 from . import compat, faults
 from .errors import FusionCountError, warn_once
 from .fusion import Fusion, runs_under
+from .guess import Guess
 from .match import MAX_BINDINGS, Finder, Mismatch, Skeleton, skeletons
 from .naming import family, is_called
 from .pattern import Decompositions, TraceCache
-from .prove import Guess, prove
+from .prove import prove
 from .recipe import Recipe, from_key, region_of
 from .region import DONE, Context, Refusal, Region, is_backward, operator_names
 from .report import Failure, Fused, GraphRecord, Missed

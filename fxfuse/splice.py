@@ -1,4 +1,4 @@
-"""Put a replacement in a region's place: trace it, check it, inline it, reroute outputs and gradients.
+"""Put a replacement in a region's place: inline it, reroute outputs and gradients.
 
 Everything that may refuse happens before the graph is touched.
 """
@@ -14,11 +14,12 @@ from torch.fx import Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from . import compat
-from .pattern import Traced, refake, same_shape_and_dtype, trace_forward, trace_joint
+from .pattern import refake, same_shape_and_dtype
 from .recipe import in_force
 from .region import DONE, Context, Dims, Refusal, Region, inverse, is_backward
-from .spellings import CAST, LAYOUT_ONLY, number
-from .values import is_tensor, metadata, operand, size, value
+from .replacement import Replacement, check, leaves_the_graph, trace
+from .spellings import CAST, number
+from .values import is_tensor, operand, size, value
 
 aten = torch.ops.aten
 KEPT_META = ("partitioner_tag", "ac_graph_id", "stack_trace", "seq_nr", "custom", "nn_module_stack", "fwd_nn_module_stack")
@@ -41,19 +42,6 @@ class Spliced:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Replacement:
-    """Traced forward and, in training, backward."""
-
-    forward: Traced
-    forward_nodes: tuple[Node, ...]
-    outputs: tuple[Any, ...]
-    saved: tuple[Any, ...] = ()
-    backward: Traced | None = None
-    backward_nodes: tuple[Node, ...] = ()
-    gradients: tuple[Any, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
 class _Total:
     """How the contributions to one gradient become one: it stands where ``keeper`` was, the others are taken out."""
 
@@ -66,10 +54,10 @@ def splice(context: Context, region: Region, tag: int) -> Spliced | Refusal:
     """Replace a region; ``tag`` marks the inserted nodes."""
     try:
         with in_force(context.recipe):  # hooks may ask for ``current_recipe()``
-            replacement = _trace(context, region)
+            replacement = trace(context, region)
     except compat.ShapeGuardError as error:
         return Refusal(f"the replacement adds a shape guard: {error}", region.root)
-    refused = _check_outputs(region, replacement) or _check_gradients(region, replacement)
+    refused = check(region, replacement)
     if refused is not None:
         return refused
     totals = [_plan_total(row) for row in region.gradients if row]
@@ -79,153 +67,6 @@ def splice(context: Context, region: Region, tag: int) -> Spliced | Refusal:
         return _Splicer(context, region, replacement, tag).run([t for t in totals if t is not None])
     except Exception as error:
         raise BrokenGraph(f"fusion {region.fusion.name!r}: {type(error).__name__}: {error}") from error
-
-
-# ------------------------------------------------------------------------------------------------ tracing and checking
-
-
-def _trace(context: Context, region: Region) -> _Replacement:
-    metas = region.metas
-    if region.fusion.side == "joint" and region.fusion.explicit:
-        return _trace_explicit(context, region, metas)
-    if region.trained:
-        return _trace_differentiable(context, region, metas)
-    return _trace_rewrite(context, region, metas)
-
-
-def _trace_rewrite(context: Context, region: Region, metas: Sequence[Any]) -> _Replacement:
-    fusion, wanted = region.fusion, region.wanted
-    traced = context.traces.get(
-        (fusion.id, fusion.identity, "rewrite", region.scalars, wanted, context.recipe),
-        metas,
-        lambda: trace_forward(
-            lambda *t: fusion.call_rewrite(t, region.scalars, wanted), metas, context.decompositions, forbid_guards=True
-        ),
-    )
-    return _Replacement(traced, _calls(traced), traced.outputs)
-
-
-def _trace_differentiable(context: Context, region: Region, metas: Sequence[Any]) -> _Replacement:
-    """One trace of the rewrite and its gradients: what ran before the gradient was asked for is the forward."""
-    assert region.tangent is not None
-    fusion, tangent = region.fusion, value(region.tangent)
-    traced = context.traces.get(
-        (fusion.id, fusion.identity, "joint rewrite", region.scalars, region.mask, context.recipe),
-        [*metas, tangent],
-        lambda: trace_joint(
-            lambda *t: fusion.call_rewrite(t, region.scalars),
-            metas,
-            region.mask,
-            tangent,
-            context.decompositions,
-            forbid_guards=True,
-        ),
-    )
-    forward = tuple(n for n in _calls(traced) if n in traced.forward)
-    backward = tuple(n for n in _calls(traced) if n not in traced.forward)
-    used_later = {a for n in backward for a in n.all_input_nodes}
-    saved = tuple(n for n in forward if n in used_later and is_tensor(n) and not _is_known(n, traced))
-    gradients = tuple(g for g, m in zip(traced.grads, region.mask, strict=True) if m)
-    return _Replacement(traced, forward, traced.outputs[:1], saved, traced, backward, gradients)
-
-
-def _is_known(node: Node, traced: Traced) -> bool:
-    """Whether a value is the output, or an input in another layout: keeping it costs nothing."""
-    while node.op == "call_function" and node.target in LAYOUT_ONLY and isinstance(node.args[0], Node):
-        node = node.args[0]
-    return node.op == "placeholder" or node is traced.outputs[0]
-
-
-def _trace_explicit(context: Context, region: Region, metas: Sequence[Any]) -> _Replacement:
-    fusion, scalars, save = region.fusion, region.scalars, region.trained
-
-    def forward(*tensors: Any) -> tuple[Any, ...]:
-        out, saved = fusion.call_forward(tensors, scalars, save)
-        return (out, *saved) if save else (out,)
-
-    traced = context.traces.get(
-        (fusion.id, fusion.identity, "forward", scalars, save, context.recipe),
-        metas,
-        lambda: trace_forward(forward, metas, context.decompositions, forbid_guards=True),
-    )
-    if not save:
-        return _Replacement(traced, _calls(traced), traced.outputs)
-    saved_metas = [value(o) for o in traced.outputs[1:]]
-    mode = compat.fake_mode_of([value(region.root)])
-    count = len(metas)
-
-    def backward(*tensors: Any) -> tuple[Any, ...]:
-        inputs, saved, grad = tensors[:count], tensors[count:-1], tensors[-1]
-        gradients = fusion.call_backward(grad, inputs, scalars, saved, region.mask)
-        return tuple(g for g, m in zip(gradients, region.mask, strict=True) if m)
-
-    assert region.tangent is not None
-    everything = [*metas, *[refake(m, mode) for m in saved_metas], value(region.tangent)]
-    back = context.traces.get(
-        (fusion.id, fusion.identity, "backward", scalars, region.mask, context.recipe),
-        everything,
-        lambda: trace_forward(backward, everything, context.decompositions, forbid_guards=True),
-    )
-    return _Replacement(traced, _calls(traced), traced.outputs[:1], traced.outputs[1:], back, _calls(back), back.outputs)
-
-
-def _calls(traced: Traced) -> tuple[Node, ...]:
-    return tuple(n for n in traced.graph.nodes if n.op not in ("placeholder", "output"))
-
-
-def _check_outputs(region: Region, replacement: _Replacement) -> Refusal | None:
-    """The new outputs must have the replaced values' shape, dtype, stride and device."""
-    for node in (*replacement.forward_nodes, *replacement.backward_nodes):
-        if node.op != "call_function":
-            return Refusal(
-                f"the replacement holds a constant of its own ({node.target}): pass it in or make it with torch.full", region.root
-            )
-    required = len(region.outputs)
-    if len(replacement.outputs) < required:
-        return Refusal(f"the replacement returns {len(replacement.outputs)} outputs, the pattern {required}", region.root)
-    for k, (out, nodes) in enumerate(zip(replacement.outputs, region.outputs, strict=False)):
-        for node in nodes:
-            fits = _fits_transposed if k in region.transposed else _fits
-            if not is_tensor(out) or not fits(out, node):
-                return Refusal(f"the replacement's output is {_describe(out)}, the replaced value {_describe(node)}", node)
-    for node, (k, shape) in region.extras.items():
-        out = replacement.outputs[k] if k < len(replacement.outputs) else None
-        if not is_tensor(out) or (shape is None and metadata(value(out)) != metadata(value(node))):
-            return Refusal(f"extra output {k} is {_describe(out)}, the replaced value {_describe(node)}", node)
-    return None
-
-
-def _fits(out: Node, node: Node) -> bool:
-    return metadata(value(out)) == metadata(value(node))
-
-
-def _fits_transposed(out: Node, node: Node) -> bool:
-    """Whether an output, transposed, may stand for ``node``."""
-    seen = value(out)
-    return seen.dim() == 2 and same_shape_and_dtype(seen.t(), value(node)) and (_is_gradient(node) or value(node).is_contiguous())
-
-
-def _is_gradient(node: Node) -> bool:
-    """Whether a value only leaves the backward: autograd takes it with any strides."""
-    return is_backward(node) and all(u.op == "output" for u in node.users)
-
-
-def _check_gradients(region: Region, replacement: _Replacement) -> Refusal | None:
-    rows = [row for row in region.gradients if row]
-    for gradient, row, dims in zip(replacement.gradients, rows, region.gradient_layouts, strict=True):
-        seen = value(row[0]) if dims is None else value(row[0]).permute(dims)
-        if not is_tensor(gradient) or not same_shape_and_dtype(value(gradient), seen):
-            return Refusal(f"the replacement's gradient is {_describe(gradient)}, the replaced one {_describe(row[0])}", row[0])
-    return None
-
-
-def _describe(node: Any) -> str:
-    m = metadata(value(node)) if isinstance(node, Node) else None
-    return (
-        "missing"
-        if m is None
-        else f"[{', '.join(m[0])}] {str(m[2]).removeprefix('torch.')} with strides ({', '.join(m[1])}) on {m[3]}"
-    )
 
 
 # ------------------------------------------------------------------------------------------------ gradients
@@ -268,7 +109,7 @@ def _is_accumulation(node: Node) -> bool:
 class _Splicer:
     """Carries the pieces of one splice."""
 
-    def __init__(self, context: Context, region: Region, replacement: _Replacement, tag: int) -> None:
+    def __init__(self, context: Context, region: Region, replacement: Replacement, tag: int) -> None:
         self.context, self.graph, self.table = context, context.graph, context.table
         self.region, self.replacement, self.tag = region, replacement, tag
         self.mode = compat.fake_mode_of([value(region.root)])
@@ -352,7 +193,7 @@ class _Splicer:
     def _transposed(self, source: Node, like: Sequence[Node], meta: Mapping[str, Any]) -> Node:
         """A matrix transposed, laid out as ``like`` is where somebody may depend on that."""
         node = self._permuted(source, (1, 0), source.next, meta)
-        if all(map(_is_gradient, like)):
+        if all(map(leaves_the_graph, like)):
             return node
         with self.graph.inserting_after(node):
             copy = self.graph.call_function(aten.clone.default, (node,), {"memory_format": torch.contiguous_format})

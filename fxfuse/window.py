@@ -21,8 +21,8 @@ from torch.utils import _pytree as pytree
 from . import registry
 from .errors import PatternError
 from .fusion import Fusion
+from .guess import Guess
 from .pattern import with_operands
-from .prove import Guess
 from .recipe import Recipe
 from .region import DONE, Context, is_backward
 from .samples import Hole
