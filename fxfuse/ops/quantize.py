@@ -116,7 +116,8 @@ def _quantize(x: Tensor, scheme: Scheme) -> Quantized:
 
 
 def _block_quantize(x: Tensor, format: str, block: Sequence[int], power_of_2: bool, margin: int) -> tuple[Tensor, Tensor]:
-    return tuple(_quantize(x, Scheme(format, tuple(block), power_of_2, margin)))
+    values, scale = _quantize(x, Scheme(format, tuple(block), power_of_2, margin))
+    return values, scale
 
 
 library.define("block_quantize(Tensor x, str format, int[] block, bool power_of_2, int margin) -> (Tensor, Tensor)", tags=TAGS)
