@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import hashlib
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +21,7 @@ from .report import Failure, Report
 from .rewrite import rewrite
 from .settings import OUR_PASS, Settings
 from .spellings import is_mutating
+from .versions import source_hash
 from .window import Windows
 
 Compiled = Callable[..., Any]
@@ -42,15 +41,6 @@ class Traits:
     """Bytes that the forward keeps for the backward, inputs and parameters left out; dynamic sizes as they were captured."""
     broken: Callable[[], None] = lambda: None
     """Called when a fused backward raised as it ran: the plan must not run again."""
-
-
-@functools.cache
-def source_hash() -> str:
-    """A hash of fxfuse's own sources: what the passes do is part of every cache key."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def capture(

@@ -19,10 +19,11 @@ from torch.fx import GraphModule
 from . import changes, compat, recipe, registry, shadow, trace
 from .capture import Traits, capture
 from .errors import FusionCountError, FxfuseWarning, LoweringError, OptionError, RecipeError, warn_once
-from .plan import Plan, PlanInfo, PlanKey, ambient, counters, numerics_flags, structural_hash, versions
+from .plan import Plan, PlanInfo, PlanKey, ambient, counters, structural_hash
 from .report import Failure, Report
 from .rewrite import check_expectation
 from .settings import Settings
+from .versions import numerics_flags, versions
 
 _live: weakref.WeakSet[Dispatch] = weakref.WeakSet()
 _codes: weakref.WeakValueDictionary[str, _Code] = weakref.WeakValueDictionary()

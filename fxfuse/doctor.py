@@ -78,12 +78,11 @@ def _gpu() -> Iterator[Check]:
 
 
 def _driver() -> Iterator[Check]:
-    try:
-        text = Path("/proc/driver/nvidia/version").read_text()
-    except OSError:
-        return
-    version = re.search(r"\b\d+\.\d+(?:\.\d+)?\b", text)
-    yield Check("driver", "ok", version[0] if version else text.strip())
+    from . import versions
+
+    found = versions.driver()
+    if found is not None:
+        yield Check("driver", "ok", found)
 
 
 def _compiler() -> Iterator[Check]:

@@ -15,7 +15,7 @@ import sympy
 import torch
 from torch.fx import GraphModule
 
-from .capture import Traits, source_hash
+from .capture import Traits
 from .recipe import Recipe, region_of
 from .report import Report
 
@@ -114,36 +114,6 @@ def structural_hash(gm: GraphModule, gradients: bool = True) -> str:
 
 
 # ------------------------------------------------------------------------------------------------ the key
-
-
-def numerics_flags() -> tuple[Any, ...]:
-    """Global switches that change what a matmul computes."""
-    matmul = torch.backends.cuda.matmul
-    return (
-        torch.get_float32_matmul_precision(),
-        matmul.allow_tf32,
-        matmul.allow_fp16_reduced_precision_reduction,
-        matmul.allow_bf16_reduced_precision_reduction,
-        torch.backends.cudnn.allow_tf32,
-        torch.are_deterministic_algorithms_enabled(),
-    )
-
-
-@functools.cache
-def versions() -> tuple[str, ...]:
-    """Everything below us whose change may change a plan."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    from . import __version__
-
-    try:
-        triton = version("triton")
-    except PackageNotFoundError:
-        triton = "none"
-    gpu = ""
-    if torch.cuda.is_available():
-        gpu = f"{torch.cuda.get_device_name()} {torch.cuda.get_device_capability()} cuda {torch.version.cuda}"
-    return torch.__version__, triton, __version__, source_hash(), gpu
 
 
 @dataclasses.dataclass(frozen=True)

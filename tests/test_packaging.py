@@ -61,7 +61,7 @@ def test_wheel_metadata(wheel: zipfile.ZipFile) -> None:
 # ------------------------------------------------------------------------------------------------ who imports whom
 
 LAYERS = [
-    "errors report naming faults source values changes shadow",
+    "errors report naming faults source values changes shadow versions",
     "recipe fp8_recipes",
     "ops kernels",
     "compat",
