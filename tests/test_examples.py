@@ -107,6 +107,19 @@ def test_hf_moe_says_what_it_needs(tmp_path: Path) -> None:
     assert done.returncode == 1 and "pip install transformers (not here)" in done.stderr and "Traceback" not in done.stderr
 
 
+def test_fp8_with_rewritten_graphs_run_by_torch(tmp_path: Path) -> None:
+    printed = run_example("06_fp8.py", "--steps", "4", "--batch", "2", folder=tmp_path, FXFUSE_LOWER="eager")
+    table = re.findall(r"^(full precision|Float8\S+|\.\.\. gradients not) +(\S+) +(\S+) +(\S+)$", printed, re.MULTILINE)
+    assert len(table) == 4 and all(float(row[3]) < 0.05 for row in table) and any(float(row[3]) > 0 for row in table[1:])
+    assert "4 plans were built for 4 recipes; 12 calls found theirs" in printed
+    assert "linears quantised: 3 in the forward, of 4 in the model" in printed
+    kept = dict(
+        (recipe, float(mib)) for mib, recipe in re.findall(r"fused +(\S+) MiB kept for the backward  (\S+)$", printed, re.M)
+    )
+    assert kept["Float8CurrentScaling()"] < 0.7 * kept["Recipe()"]
+    assert "scaled_linear" in (tmp_path / "report_fp8.html").read_text()
+
+
 def test_pattern_pack_installs_and_loads_when_named(tmp_path: Path) -> None:
     """Installed for real, beside an fxfuse that does not know it; its fusion fires only when the pack is named."""
     target = tmp_path / "site"
