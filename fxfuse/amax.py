@@ -127,12 +127,13 @@ class Keeper:
     """Gives a graph its history: an input when it is captured, the tensor when it runs."""
 
     def __init__(self, gm: GraphModule, example_inputs: Sequence[Any], recipe: DelayedScaling, code: str) -> None:
-        self.recipe, self.code, self.training = recipe, code, torch.is_grad_enabled()
+        self.recipe, self.code, self.training = recipe, code, False
         tensors = [t for t in example_inputs if isinstance(t, Tensor)]
         self.device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
-        joins = [n for n in gm.graph.nodes if n.op.startswith("call") and len(n.all_input_nodes) > 1]
-        self.lines = 4 * len(joins) + 1
-        """At least as many as there are quantised operands; ``bind`` cuts it down."""
+        graphs = [m.graph for m in gm.modules() if isinstance(m, GraphModule)]  # checkpointed regions are graphs of their own
+        joins = [n for g in graphs for n in g.nodes if n.op.startswith("call") and len(n.all_input_nodes) > 1]
+        self.lines = 5 * len(joins) + 1
+        """At least as many as there will be quantised operands: two in the forward of a linear, up to three in its backward."""
         mode = compat.fake_mode_of(tensors) or compat.new_fake_mode()
         with mode:
             self.fake = _new(self.lines, recipe, self.device)
@@ -147,15 +148,16 @@ class Keeper:
         asked = [n for n in graph.nodes if n.op == "call_function" and n.target is torch.ops.fxfuse.delayed_multiplier.default]
         if not asked:
             return
-        shape = tuple(self.fake.shape)
-        inputs = [n for n in graph.nodes if n.op == "placeholder" and is_tensor(n) and tuple(value(n).shape) == shape]
-        if not inputs or len(asked) > self.lines:
+        inputs = [n for n in graph.nodes if n.op == "placeholder" and str(n.target).startswith(("primals_", "arg"))]
+        if not inputs or not is_tensor(inputs[-1]) or tuple(value(inputs[-1]).shape) != tuple(self.fake.shape):
             raise LoweringError("DelayedScaling reaches into a nested graph (torch.cond and the like), which has no history")
-        training = any(is_backward(n) for n in graph.nodes)
+        if len(asked) > self.lines:
+            raise LoweringError(f"{len(asked)} operands are quantised, the history has {self.lines} lines")
+        self.training = any(is_backward(n) for n in graph.nodes)
         for line, node in enumerate([n for n in asked if not is_backward(n)] + [n for n in asked if is_backward(n)]):
             amax, largest = node.args
             with graph.inserting_before(node):
-                args = (inputs[-1], amax, line, largest, training)
+                args = (inputs[-1], amax, line, largest, self.training)
                 new = graph.call_function(torch.ops.fxfuse.recorded_multiplier.default, args)
             new.meta = dict(node.meta)
             node.replace_all_uses_with(new)

@@ -163,6 +163,49 @@ def test_checkpoint_inside() -> None:
     assert torch.equal(a[:lines], b[:lines])
 
 
+def test_checkpointed_layers_inside_and_results_as_large_as_the_history() -> None:
+    """Many linears in a nested graph; and a result of the history's own shape, whose gradient is no history."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(*[nn.Linear(16, 16) for _ in range(6)])
+    plain = copy.deepcopy(layers)
+    run = compiled(lambda x: torch.utils.checkpoint.checkpoint(layers, x, use_reentrant=False))
+    other = compiled(plain)
+    for _ in range(3):
+        x = torch.randn(8, 16)
+        with fxfuse.use_recipe(RECIPE):
+            run(x).sum().backward()
+            assert fxfuse.last_report().count("scaled_linear") == 6
+            other(x).sum().backward()
+    for a, b in zip(layers.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+    (history, *_) = histories(plain)
+    alike = nn.Linear(16, 16)
+
+    def shaped(x: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        return alike(x), like * 2
+
+    like = torch.randn(5 * 2 + 1, amax.NOW + 1 + LENGTH, requires_grad=True)
+    assert history.shape[1] == like.shape[1]
+    with fxfuse.use_recipe(RECIPE):
+        out, twice = compiled(shaped)(torch.ones(8, 16), like)
+    (out.sum() + twice.sum()).backward()
+    (kept,) = histories(alike)
+    assert kept[0, amax.NOW] == 1 and torch.equal(like.grad, torch.full_like(like, 2))
+
+
+def test_gradients_enabled_but_not_needed_is_inference() -> None:
+    model, x = Linear(), torch.randn(8, 16)
+    run = compiled(model)
+    with fxfuse.use_recipe(RECIPE):
+        run(x).sum().backward()
+        run(x).sum().backward()
+        before = [h.clone() for h in histories(model)]
+        model.weight.requires_grad_(False)
+        for _ in range(LENGTH + 1):
+            run(x)
+    assert all(torch.equal(a, b) for a, b in zip(before, histories(model), strict=True))
+
+
 def test_layers_that_share_a_compiled_graph_have_their_own_histories() -> None:
     a, b = Linear(0), Linear(1)
     assert (amax_of := lambda m: [h[:, amax.NOW :].amax().item() for h in histories(m)])(a) == []
