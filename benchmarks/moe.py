@@ -196,6 +196,7 @@ def compare(name: str, tokens: int, forms: Sequence[str], rounds: int, device: s
     for form in forms:
         for train in (False, True):
             torch._dynamo.reset()
+            fxfuse.reset()  # no time of an earlier row counts against measuring here
             with torch.set_grad_enabled(train):
                 inputs = [a.detach().requires_grad_(train) for a in args]
                 ways = {c: Contender(c, inputs, ids, form == "masked", grad if train else None) for c in CONTENDERS}

@@ -489,11 +489,25 @@ def outside_tracing() -> Iterator[None]:
         yield
 
 
+UNKNOWN_SIZE = 4096
+"""Stands for a size that is known only at run time."""
+
+
 def size_hint(s: Any) -> int:
     """A representative number for a size."""
     if isinstance(s, torch.SymInt):
-        return int(s.node.hint) if s.node.hint is not None else 4096
+        return int(s.node.hint) if s.node.hint is not None else UNKNOWN_SIZE
     return int(s)
+
+
+def size_with(s: torch.SymInt, change: Callable[[int], int]) -> int:
+    """The number that a size is when each of its symbols is a changed representative number."""
+    import sympy
+
+    expression, environment = s.node.expr, s.node.shape_env
+    hints = environment.backed_var_to_val if hasattr(environment, "backed_var_to_val") else environment.var_to_val  # torch 2.11
+    changed = {q: sympy.Integer(change(int(hints.get(q, UNKNOWN_SIZE)))) for q in expression.free_symbols}
+    return int(expression.xreplace(changed))
 
 
 def compiled_by_inductor(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[[], Any]:

@@ -28,6 +28,8 @@ debug: bool = config_entry(False, "FXFUSE_DEBUG")
 """Extra checks that read values on the host."""
 packs: str | None = config_entry(None, "FXFUSE_PACKS")
 """Comma-separated names of pattern packs to load besides the built-in one."""
+cache_dir: str | None = config_entry(None, "FXFUSE_CACHE_DIR")
+"""The folder that winners of measurements are kept in; by default ``$XDG_CACHE_HOME/fxfuse``, or ``~/.cache/fxfuse``."""
 
 if TYPE_CHECKING:
 

@@ -8,11 +8,9 @@ import os
 import platform
 import re
 import shutil
-import stat
 import warnings
 from collections.abc import Callable, Iterator
 from importlib import metadata
-from pathlib import Path
 
 __all__ = ["Check", "checks"]
 
@@ -114,18 +112,19 @@ def _packs() -> Iterator[Check]:
 
 
 def _cache() -> Iterator[Check]:
-    given = os.environ.get("FXFUSE_CACHE_DIR")
-    folder = Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fxfuse"
-    if not folder.exists():
-        yield Check("cache", "ok", f"{folder} (not there yet)")
+    from . import folder, winners
+
+    path = folder.path()
+    if not os.path.lexists(path):
+        yield Check("cache", "ok", f"{path} (not there yet)")
         return
-    info = folder.lstat()
-    odd = [
-        *(["is not a folder"] if not stat.S_ISDIR(info.st_mode) else []),
-        *(["belongs to another user"] if info.st_uid != os.getuid() else []),
-        *(["others may write to it"] if info.st_mode & 0o022 else []),
-    ]
-    yield Check("cache", "note" if odd else "ok", f"{folder}" + (f" {' and '.join(odd)}: it is not used" if odd else ""))
+    odd = folder.objection(path.lstat())
+    if odd:
+        yield Check("cache", "note", f"{path} {odd}: it is not used")
+    elif not os.access(path, os.W_OK, effective_ids=True):
+        yield Check("cache", "note", f"{path}, winners of measurements: {winners.count()}; nothing can be added")
+    else:
+        yield Check("cache", "ok", f"{path}, winners of measurements: {winners.count()}")
 
 
 def _private_torch_names() -> Iterator[Check]:

@@ -7,7 +7,8 @@ code for the reference gets no time.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from . import compat
+from . import compat, winners
 from .errors import warn_once
 from .ops.define import Candidate
 from .ops.grouped_mlp import route
@@ -23,7 +24,8 @@ from .pattern import as_tuple
 from .recipe import Recipe
 from .settings import Settings
 from .spellings import arguments
-from .values import metadata, value
+from .values import value
+from .versions import gpu, numerics_flags, software
 
 log = logging.getLogger(__name__)
 MARGIN = 0.98
@@ -33,23 +35,139 @@ MILLISECONDS = {"quick": 20, "max": 100}
 TOLERANCE = {torch.bfloat16: 4e-2, torch.float16: 1e-2, torch.float32: 1e-4}
 """How far from Inductor's a candidate's result may lie, relative in norm: some roundings, not a wrong term."""
 TF32_TOLERANCE = 1e-2
-_winners: dict[Any, Candidate] = {}
+SECONDS = {"quick": 30.0, "max": 300.0}
+"""What all measurements of one process may take, compilation of the candidates included; what comes later is inlined."""
+ROUTED = frozenset({"x", "ids", "p", "rows", "grad", "h", "u", "order", "inverse"})
+"""Arguments of an expert layer whose first dimension is the tokens, or the rows routed to experts."""
+
+
+class _Spent:
+    """What this process has spent on measuring."""
+
+    seconds = 0.0
+    told = False
+    """Whether the log says that it was too much."""
+
+
+def forget() -> None:
+    """Forget the winners in memory, and the time that was spent on them."""
+    winners.forget()
+    _Spent.seconds, _Spent.told = 0.0, False
 
 
 def fastest(node: Node, candidates: Sequence[Candidate], settings: Settings, recipe: Recipe) -> Candidate:
-    """The fastest right candidate; the first one is what Inductor makes of the reference."""
-    flat, _ = pytree.tree_flatten((node.args, dict(node.kwargs)))
-    described = tuple(metadata(value(a)) if isinstance(a, Node) else repr(a) for a in flat)
-    key = (str(node.target), described, tuple(c.name for c in candidates), recipe)
-    if key not in _winners:
+    """The fastest right candidate; the first one is what Inductor makes of the reference.
+
+    It is measured once for each ``key_of``, on one machine and not only in one process.
+    """
+    key = key_of(node, candidates, settings, recipe)
+    known = {c.name: c for c in candidates}
+    found = winners.find(key)
+    if found is not None and found.name in known:
+        log.debug("%s: %s won before (%s)", node.target, found.name, _listed(found.milliseconds))
+        return known[found.name]
+    if _exhausted(settings.autotune):
+        return candidates[0]
+    log.info("%s: measuring %d candidates (%s)", node.target, len(candidates), ", ".join(known))
+    winner = _measured(node, candidates, settings.autotune)
+    winners.keep(key, winner)
+    log.info("%s: %s wins (%s)", node.target, winner.name, _listed(winner.milliseconds))
+    return known[winner.name]
+
+
+def _measured(node: Node, candidates: Sequence[Candidate], autotune: str) -> winners.Winner:
+    started = time.perf_counter()
+    try:
         with compat.outside_tracing(), torch.no_grad():
             args = list(realistic({name: _real(a) for name, a in arguments(node)}).values())
-            times = _times(str(node.target), candidates, args, MILLISECONDS.get(settings.autotune, 20))
-        inline, *others = [c for c in candidates if c.name in times]
-        best = min(others, key=lambda c: times[c.name], default=inline)
-        _winners[key] = best if times[best.name] < MARGIN * times[inline.name] else inline
-        log.info("%s: %s wins (%s)", node.target, _winners[key].name, ", ".join(f"{n} {t:.4f} ms" for n, t in times.items()))
-    return _winners[key]
+            times = _times(str(node.target), candidates, args, MILLISECONDS.get(autotune, 20))
+    finally:
+        _Spent.seconds += time.perf_counter() - started
+    inline, *others = [c.name for c in candidates if c.name in times]
+    best = min(others, key=lambda name: times[name], default=inline)
+    return winners.Winner(best if times[best] < MARGIN * times[inline] else inline, times)
+
+
+def _exhausted(autotune: str) -> bool:
+    """Whether there is no time left; the log says so once."""
+    allowed = SECONDS.get(autotune, 0.0)
+    exhausted = _Spent.seconds >= allowed
+    if exhausted and not _Spent.told:
+        _Spent.told = True
+        text = "measuring took %.0f s, autotune=%r allows %.0f s in one process: operators not measured yet are inlined"
+        log.info(text, _Spent.seconds, autotune, allowed)
+    return exhausted
+
+
+def _listed(times: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {t:.4f} ms" for name, t in times.items())
+
+
+# ------------------------------------------------------------------------------------------------ what it depends on
+
+
+def key_of(node: Node, candidates: Sequence[Candidate], settings: Settings, recipe: Recipe) -> winners.Key:
+    """Everything that a winner depends on, as data that is the same in every process.
+
+    Dynamic sizes and the rows of an expert layer stand for all up to the next power of two. How the rows are spread over the
+    experts is not part of it.
+    """
+    named = {name: _values(a) for name, a in arguments(node)}
+    rows = _rows(named)
+    return {
+        "operator": str(node.target),
+        "arguments": [[name, _described(v, rows if name in ROUTED else 0)] for name, v in named.items()],
+        "candidates": [c.name for c in candidates],
+        "recipe": recipe.key,
+        "autotune": settings.autotune,
+        "inductor": repr(sorted(settings.inductor.items(), key=str)),
+        "numerics": [str(flag) for flag in numerics_flags()],
+        "versions": [*software(), gpu(_device_index(named))],
+    }
+
+
+def _values(a: Any) -> Any:
+    """The values of the nodes in an argument."""
+    if isinstance(a, (list, tuple)):
+        return [_values(item) for item in a]
+    return value(a) if isinstance(a, Node) else a
+
+
+def _rows(named: Mapping[str, Any]) -> int:
+    """How many tokens (or rows, where there are no tokens) an expert layer was given when it was captured; else 0."""
+    first = next((named[n] for n in ("ids", "rows") if isinstance(named.get(n), Tensor)), None)
+    return compat.size_hint(first.shape[0]) if first is not None and isinstance(named.get("w_down"), Tensor) else 0
+
+
+def _device_index(named: Mapping[str, Any]) -> int | None:
+    """Which GPU it is for; None for the current one."""
+    tensors = (v for v in pytree.tree_leaves(list(named.values())) if isinstance(v, Tensor))
+    return next((t.device.index for t in tensors if t.device.type == "cuda"), None)
+
+
+def bucket(n: int) -> int:
+    """The next power of two; 0 and less stay as they are."""
+    return 1 << (n - 1).bit_length() if n > 0 else n
+
+
+def _described(v: Any, rows: int) -> Any:
+    """An argument as data; ``rows`` are those that its first dimension is a multiple of, or 0."""
+    if isinstance(v, list):
+        return [_described(item, rows) for item in v]
+    if isinstance(v, torch.SymInt):
+        return _size(v)
+    if not isinstance(v, Tensor):
+        return repr(v)
+    sizes = [_size(s) for s in v.shape]
+    if rows and sizes:
+        n = compat.size_hint(v.shape[0])
+        sizes[0] = f"~{bucket(rows) * (n // rows) if n % rows == 0 else bucket(n)}"
+    return [str(v.dtype), v.device.type, sizes, [_size(s) for s in v.stride()]]
+
+
+def _size(s: Any) -> int | str:
+    """A number as it is; a size with symbols as it would be at the upper ends of their buckets."""
+    return f"~{compat.size_with(s, bucket)}" if isinstance(s, torch.SymInt) else int(s)
 
 
 # ------------------------------------------------------------------------------------------------ what it is measured on

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import amax, compat
+from . import amax, compat, measure
 from .dispatch import drop_plans
 from .errors import forget_warnings
 from .ops.define import forget_failed_launches
@@ -10,12 +10,13 @@ from .pattern import TraceCache
 
 
 def reset() -> None:
-    """Drop every plan, trace, report and amax history, let every warning speak and every kernel be tried again.
+    """Drop every plan, trace, report, amax history and winner in memory, let every warning speak and every kernel be tried again.
 
-    Registered fusions stay.
+    Registered fusions stay, and so do winners on disk.
     """
     drop_plans()
     amax.forget()
+    measure.forget()
     TraceCache.clear()
     forget_warnings()
     forget_failed_launches()

@@ -16,6 +16,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The user's winners decide nothing here, and get no company."""
+    with fxfuse.config.patch(cache_dir=str(tmp_path_factory.mktemp("cache"))):
+        yield
+
+
 @pytest.fixture(autouse=True)
 def isolated() -> Iterator[None]:
     """A fresh compiler before and after; fusions that the test registered are unregistered.

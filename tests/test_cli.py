@@ -136,13 +136,13 @@ def test_a_missing_private_name_is_a_blocker(monkeypatch: pytest.MonkeyPatch) ->
     assert [c.state for c in doctor._private_torch_names()] == ["ok", "blocker"]
 
 
-def test_a_cache_that_others_can_write_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FXFUSE_CACHE_DIR", str(tmp_path / "cache"))
-    assert next(doctor._cache()).detail.endswith("(not there yet)")
-    (tmp_path / "cache").mkdir(0o700)
-    assert next(doctor._cache()).state == "ok"
-    (tmp_path / "cache").chmod(0o777)
-    assert "others may write to it" in next(doctor._cache()).detail
+def test_a_cache_that_others_can_write_is_noted(tmp_path: Path) -> None:
+    with fxfuse.config.patch(cache_dir=str(tmp_path / "cache")):
+        assert next(doctor._cache()).detail.endswith("(not there yet)")
+        (tmp_path / "cache").mkdir(0o700)
+        assert next(doctor._cache()).state == "ok"
+        (tmp_path / "cache").chmod(0o777)
+        assert "others may write to it" in next(doctor._cache()).detail
 
 
 def test_an_untested_torch_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -455,7 +455,7 @@ def trained(function: Callable[..., Tensor], args: Any, ids: Tensor) -> list[Ten
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
-def test_measuring_takes_a_right_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measuring_takes_a_right_candidate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Nothing forced: the measurement compiles, compares and times each, and no candidate of ours is found wrong."""
     seen: list[dict[str, float]] = []
     times = measure._times
@@ -466,7 +466,8 @@ def test_measuring_takes_a_right_candidate(monkeypatch: pytest.MonkeyPatch) -> N
 
     torch._dynamo.reset()
     monkeypatch.setattr(measure, "_times", kept)
-    monkeypatch.setattr(measure, "_winners", {})
+    monkeypatch.setattr(fxfuse.config, "cache_dir", str(tmp_path))
+    measure.forget()
     run = torch.compile(unmasked, backend="fxfuse", fullgraph=True, dynamic=False)
     x, p = torch.randn(512, 256, device="cuda").to(BF16), torch.rand(512, 2, device="cuda").to(BF16)
     w, w_down = (torch.randn(EXPERTS, n, m, device="cuda").to(BF16) for n, m in ((256, 256), (256, 128)))

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils import _pytree as pytree
 
 import fxfuse
-from fxfuse import compat, measure
+from fxfuse import choose, compat, folder, measure, winners
 from fxfuse.ops.define import OPS, Candidate
 from fxfuse.recipe import current_recipe
 from fxfuse.settings import read
@@ -21,8 +26,8 @@ F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float6
 
 
 @pytest.fixture(autouse=True)
-def without_inductor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Candidates run eagerly; what they declare as ``milliseconds`` is their time."""
+def without_inductor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Candidates run eagerly; what they declare as ``milliseconds`` is their time. No winner is known."""
 
     def compiled(function: Callable[..., Any], args: Any, kwargs: Any) -> Callable[[], Any]:
         def call() -> Any:
@@ -33,8 +38,8 @@ def without_inductor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(compat, "compiled_by_inductor", compiled)
     monkeypatch.setattr(measure, "_time", lambda call, _: call.milliseconds)
-    monkeypatch.setattr(measure, "_winners", {})
-    yield
+    with fxfuse.config.patch(cache_dir=str(tmp_path)):
+        yield
 
 
 def candidate(name: str, milliseconds: float, function: Callable[..., Any]) -> Candidate:
@@ -179,3 +184,185 @@ def test_an_expert_layer_compiles_alone(name: str) -> None:
     got = compiled_by_inductor(function, args, {})()
     assert measure.disagreement(got, op.reference(*args)) is None
     assert got[0].isfinite().all() and got[0].abs().sum() > 0
+
+
+# ------------------------------------------------------------------------------------------------ what is measured again
+
+
+def dynamic(tensor: Tensor, dims: Sequence[int], mode: Any, name: str) -> Tensor:
+    """A fake tensor like this one; these dimensions are symbols, one for each size."""
+    sizes = [DimDynamic.DUCK if d in dims else DimDynamic.STATIC for d in range(tensor.dim())]
+    source = torch._dynamo.source.ConstantSource(name)
+    return mode.from_tensor(tensor, source=source, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
+
+
+def linear_call(
+    rows: int, dims: Sequence[int] = (), dtype: torch.dtype = F32, width: int = 48, act: str = "relu"
+) -> torch.fx.Node:
+    """``fxfuse::linear_act`` on (rows, 32), with these dimensions of x dynamic."""
+    x, w, b = torch.empty(rows, 32, dtype=dtype), torch.empty(width, 32, dtype=dtype), torch.empty(width, dtype=dtype)
+    call, mode = node("linear_act", x=x, w=w, b=b, act=act, save=False), FakeTensorMode(shape_env=ShapeEnv())
+    for place, tensor in zip(call.all_input_nodes, (x, w, b), strict=True):
+        place.meta["val"] = dynamic(tensor, dims if place.name == "x" else (), mode, place.name)
+    return call
+
+
+def routed_call(tokens: int, chosen: int = 6) -> torch.fx.Node:
+    """``fxfuse::grouped_mlp_backward`` with static sizes."""
+    mask = [True, True, True, False, True, False, False]
+    order = torch.empty(tokens * chosen, dtype=torch.int64)
+    block = experts_call() | {"x": torch.empty(tokens, 64, dtype=BF16), "ids": torch.empty(tokens, chosen, dtype=torch.int64)}
+    block |= {"p": torch.empty(tokens, chosen, dtype=BF16), "grad": block["x"], "h": torch.empty(tokens * chosen, 64, dtype=BF16)}
+    block |= {"u": None, "order": order, "inverse": order, "ends": torch.empty(5, dtype=torch.int32), "mask": mask}
+    return node("grouped_mlp_backward", **block)
+
+
+def key_of(call: torch.fx.Node, recipe: Any = None, **options: Any) -> str:
+    chosen = [INLINE, candidate("other", 0.5, INLINE.function)]
+    return json.dumps(measure.key_of(call, chosen, read(None, options), recipe or current_recipe()), sort_keys=True)
+
+
+def test_a_dynamic_size_is_measured_once_for_a_bucket() -> None:
+    assert '"~1024"' in key_of(linear_call(600, [0]))
+    assert len({key_of(linear_call(rows, [0])) for rows in (513, 600, 777, 1023, 1024)}) == 1
+    assert len({key_of(linear_call(rows, [0])) for rows in (512, 600, 1025, 4000)}) == 4
+    assert len({key_of(linear_call(rows)) for rows in (513, 600, 600, 1024)}) == 3  # static sizes are exact
+    assert key_of(linear_call(1024)) != key_of(linear_call(1024, [0]))
+
+
+def test_strides_made_of_dynamic_sizes_split_no_bucket() -> None:
+    """96 times a size crosses a power of two where the size does not."""
+
+    def call(rows: int) -> torch.fx.Node:
+        made, mode = linear_call(rows), FakeTensorMode(shape_env=ShapeEnv())
+        made.all_input_nodes[0].meta["val"] = dynamic(torch.empty(2, rows, 96), [1], mode, "x")
+        return made
+
+    assert len({key_of(call(rows)) for rows in (520, 1000)}) == 1 < len({key_of(call(rows)) for rows in (520, 1030)})
+
+
+def test_rows_of_experts_are_measured_once_for_a_bucket() -> None:
+    assert len({key_of(routed_call(tokens)) for tokens in (65, 70, 100, 128)}) == 1
+    assert len({key_of(routed_call(tokens)) for tokens in (64, 65, 129)}) == 3
+    assert key_of(routed_call(100, 6)) != key_of(routed_call(100, 5))
+
+
+@pytest.mark.parametrize(
+    "n, up", [(-3, -3), (0, 0), (1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (1023, 1024), (1024, 1024), (1025, 2048)]
+)
+def test_buckets(n: int, up: int) -> None:
+    assert measure.bucket(n) == up
+
+
+def test_what_a_winner_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = [
+        key_of(linear_call(64)),
+        key_of(linear_call(64, dtype=BF16)),
+        key_of(linear_call(64, width=64)),
+        key_of(linear_call(64, act="gelu")),
+        key_of(linear_call(64), fxfuse.Recipe(deterministic=True)),
+        key_of(linear_call(64), autotune="max"),
+        key_of(linear_call(64), epilogue_fusion=False),
+    ]
+    for name, value in [
+        ("software", lambda: ("torch", "other")),
+        ("gpu", lambda index: "another"),
+        ("numerics_flags", lambda: (1,)),
+    ]:
+        with monkeypatch.context() as patch:
+            patch.setattr(measure, name, value)
+            keys.append(key_of(linear_call(64)))
+    assert len(set(keys)) == len(keys) and key_of(linear_call(64)) == keys[0]
+
+
+class Clock:
+    """Every measurement takes ``seconds``, counted in ``calls``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+        self.now, self.calls, times = 0.0, 0, measure._times
+
+        def counted(*args: Any) -> dict[str, float]:
+            self.now += seconds
+            self.calls += 1
+            return times(*args)
+
+        monkeypatch.setattr(measure, "_times", counted)
+        monkeypatch.setattr(measure.time, "perf_counter", lambda: self.now)
+
+
+def fast(call: torch.fx.Node) -> Candidate:
+    return candidate("other", 0.5, OPS[call.target].reference)
+
+
+def test_a_winner_is_measured_once_on_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, 1.0)
+    for rows in (600, 700, 1000):
+        fxfuse.reset()  # as in another process
+        call = linear_call(rows, [0])
+        assert [winner(call, fast(call)) for _ in range(2)] == ["other"] * 2
+    assert clock.calls == 1
+    for file in folder.path().iterdir():
+        file.write_bytes(file.read_bytes()[:-9])
+    assert winner(call, fast(call)) == "other" and clock.calls == 1  # from memory
+    fxfuse.reset()
+    assert winner(call, fast(call)) == "other" and clock.calls == 2
+
+
+def test_the_name_of_no_candidate_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    call, clock = linear_call(64), Clock(monkeypatch, 1.0)
+    inline = candidate("inline", 1.0, OPS[call.target].reference)
+    key = measure.key_of(call, [inline, fast(call)], read(None, None), current_recipe())
+    winners.keep(key, winners.Winner("os.system", {"os.system": 0.0}))
+    assert winner(call, fast(call)) == "other" and clock.calls == 1
+
+
+@pytest.mark.parametrize("level", ["quick", "max"])
+def test_measuring_ends_after_a_while(level: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock(monkeypatch, measure.SECONDS[level] / 2)
+    caplog.set_level(logging.INFO, "fxfuse")
+
+    def run(width: int) -> str:
+        call = linear_call(64, width=width)
+        inline = candidate("inline", 1.0, OPS[call.target].reference)
+        return measure.fastest(call, [inline, fast(call)], read(None, {"autotune": level}), current_recipe()).name
+
+    assert [run(width) for width in (16, 32, 48, 64, 16)] == ["other", "other", "inline", "inline", "other"]
+    assert clock.calls == 2
+    lines = [record.getMessage() for record in caplog.records if record.name == "fxfuse.measure"]
+    assert lines == [
+        "fxfuse.linear_act.default: measuring 2 candidates (inline, other)",
+        "fxfuse.linear_act.default: other wins (inline 1.0000 ms, other 0.5000 ms)",
+        "fxfuse.linear_act.default: measuring 2 candidates (inline, other)",
+        "fxfuse.linear_act.default: other wins (inline 1.0000 ms, other 0.5000 ms)",
+        f"measuring took {clock.now:.0f} s, autotune={level!r} allows {clock.now:.0f} s in one process: "
+        "operators not measured yet are inlined",
+    ]
+    measure.forget()
+    assert [run(width) for width in (16, 48)] == ["other", "other"] and clock.calls == 3
+
+
+def test_a_measurement_that_fails_counts_and_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = linear_call(64)
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("no kernel image")
+
+    Clock(monkeypatch, 1.0)
+    with pytest.raises(RuntimeError, match="no kernel image"):
+        winner(call, candidate("broken", 0.1, broken))
+    assert measure._Spent.seconds == 1.0 and not list(folder.path().iterdir())
+
+
+def test_off_reads_and_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: Any) -> Any:
+        raise AssertionError("it looked")
+
+    monkeypatch.setattr(choose, "_on_gpu", lambda _: True)
+    monkeypatch.setattr(measure, "fastest", never)
+    monkeypatch.setattr(winners, "find", never)
+    call = linear_call(64)
+    op = OPS[call.target]
+    assert op.candidates
+    assert choose._chosen(call, op, read(None, {"autotune": "off", "strict": True}), current_recipe(), []).name == "inline"
+    with pytest.raises(fxfuse.LoweringError, match="it looked"):
+        choose._chosen(call, op, read(None, {"strict": True}), current_recipe(), [])
