@@ -79,12 +79,29 @@ class Experts(NamedTuple):
     limit: float | None
     alpha: float | None
 
+    @property
+    def plain(self) -> bool:
+        """Whether they are what the operators compute with."""
+        return type(self) is Experts
+
+    def product(self, rows: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+        """Each row times its expert's w^T: rows (S, M), w (E, N, M) to (S, N)."""
+        return grouped_mm(rows, w.transpose(1, 2), ends)
+
+    def dgrad(self, d: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+        """The gradient of the rows from that of ``product``: (S, N) to (S, M)."""
+        return grouped_mm(d, w, ends)
+
+    def wgrad(self, d: Tensor, rows: Tensor, ends: Tensor, w: Tensor) -> Tensor:
+        """The gradient of w."""
+        return weight_gradient(d, rows, ends, w)
+
     def up(self, rows: Tensor, ends: Tensor) -> tuple[Tensor, Tensor | None]:
         """Before the activation: (S, 2 I) and None, or (S, I) twice where gate and up have a weight each."""
-        h = grouped_mm(rows, self.w_gate.transpose(1, 2), ends)
+        h = self.product(rows, self.w_gate, ends)
         if self.b_gate is not None:
             h = h + of_rows(self.b_gate, ends, h.shape[0])
-        return h, None if self.w_up is None else grouped_mm(rows, self.w_up.transpose(1, 2), ends)
+        return h, None if self.w_up is None else self.product(rows, self.w_up, ends)
 
     def halves(self, h: Tensor, u: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Gate and up as they are computed with."""
@@ -98,7 +115,7 @@ class Experts(NamedTuple):
 
     def down(self, a: Tensor, ends: Tensor) -> Tensor:
         """(S, H), without the bias."""
-        return grouped_mm(a, self.w_down.transpose(1, 2), ends)
+        return self.product(a, self.w_down, ends)
 
     def up_backward(
         self, da: Tensor, h: Tensor, u: Tensor | None, rows: Tensor, ends: Tensor, mask: Sequence[bool]
@@ -116,13 +133,13 @@ class Experts(NamedTuple):
             dg, du = torch.stack([dg, du], -1).flatten(-2), None
         drows = None
         if mask[0]:
-            drows = grouped_mm(dg, self.w_gate, ends)
+            drows = self.dgrad(dg, self.w_gate, ends)
             if du is not None and self.w_up is not None:
-                drows = drows + grouped_mm(du, self.w_up, ends)
+                drows = drows + self.dgrad(du, self.w_up, ends)
         return (
             drows,
-            weight_gradient(dg, rows, ends, self.w_gate) if mask[1] else None,
-            weight_gradient(du, rows, ends, self.w_up) if mask[2] and du is not None and self.w_up is not None else None,
+            self.wgrad(dg, rows, ends, self.w_gate) if mask[1] else None,
+            self.wgrad(du, rows, ends, self.w_up) if mask[2] and du is not None and self.w_up is not None else None,
             bias_gradient(dg, ends) if mask[3] else None,
         )
 
@@ -148,10 +165,13 @@ def _grouped_experts(
     alpha: float | None,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    experts = Experts(w_gate, w_up, w_down, b_gate, b_down, act, layout, limit, alpha)
+    return _experts(rows, ends, Experts(w_gate, w_up, w_down, b_gate, b_down, act, layout, limit, alpha), save)
+
+
+def _experts(rows: Tensor, ends: Tensor, experts: Experts, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     h, u = experts.up(rows, ends)
     y = experts.down(experts.activated(h, u), ends)
-    y = y if b_down is None else y + of_rows(b_down, ends, y.shape[0])
+    y = y if experts.b_down is None else y + of_rows(experts.b_down, ends, y.shape[0])
     y = torch.where(used(ends, torch.arange(y.shape[0], device=y.device)), y, 0)
     return (y, h, nothing(h) if u is None else u) if save else (y, nothing(h), nothing(h))
 
@@ -177,19 +197,26 @@ def _grouped_experts_backward(
     alpha: float | None,
     mask: list[bool],
 ) -> tuple[Tensor, ...]:
+    return _experts_backward(
+        grad, rows, ends, Experts(w_gate, w_up, w_down, b_gate, b_down, act, layout, limit, alpha), h, u, mask
+    )
+
+
+def _experts_backward(
+    grad: Tensor, rows: Tensor, ends: Tensor, experts: Experts, h: Tensor | None, u: Tensor | None, mask: Sequence[bool]
+) -> tuple[Tensor, ...]:
     need_rows, need_gate, need_up, need_down, need_b_gate, need_b_down = mask
-    experts = Experts(w_gate, w_up, w_down, b_gate, b_down, act, layout, limit, alpha)
     inside = used(ends, torch.arange(rows.shape[0], device=rows.device))
     if h is None:
         h, u = experts.up(rows, ends)
     found: list[Tensor | None] = [None] * 6
     if need_down:
-        found[3] = weight_gradient(grad, experts.activated(h, u), ends, w_down)
+        found[3] = experts.wgrad(grad, experts.activated(h, u), ends, experts.w_down)
     if need_b_down:
         found[5] = bias_gradient(grad, ends)
     inner = (need_rows, need_gate, need_up, need_b_gate)
     if any(inner):
-        da = torch.where(inside, wide(grouped_mm(grad, w_down, ends)), 0)
+        da = torch.where(inside, wide(experts.dgrad(grad, experts.w_down, ends)), 0)
         drows, found[1], found[2], found[4] = experts.up_backward(da, h, u, rows, ends, inner)
         found[0] = None if drows is None else torch.where(inside, drows, 0)
     return tuple(nothing(grad) if t is None else t for t in found)
@@ -203,7 +230,9 @@ def grouped_experts_forward(
     ``ends`` (E,) int32 holds the row after each expert's last one; rows past ``ends[-1]`` give zeros. With ``recompute``
     nothing is saved.
     """
-    y, h, u = torch.ops.fxfuse.grouped_experts(rows, ends, *experts, save)
+    y, h, u = (
+        torch.ops.fxfuse.grouped_experts(rows, ends, *experts, save) if experts.plain else _experts(rows, ends, experts, save)
+    )
     if not save or recompute:
         return y, ()
     return y, (h,) if experts.w_up is None else (h, u)
@@ -214,4 +243,6 @@ def grouped_experts_backward(
 ) -> tuple[Tensor, ...]:
     """Gradients of (rows, w_gate, w_up, w_down, b_gate, b_down) for those in ``mask``; the others are empty tensors."""
     h, u = (*saved, None, None)[:2]
+    if not experts.plain:
+        return _experts_backward(grad, rows, ends, experts, h, u, mask)
     return torch.ops.fxfuse.grouped_experts_backward(grad, rows, ends, *experts[:5], h, u, *experts[5:], list(mask))

@@ -22,7 +22,7 @@ from .activations import ACTIVATIONS
 from .arguments import Check
 from .define import define, nothing
 from .grouped_experts import KIND, WEIGHTS, Experts, activate
-from .grouped_mm import bias_gradient, grouped_mm, used, weight_gradient, wide
+from .grouped_mm import bias_gradient, used, wide
 
 MAX_TERMS = 32
 """Up to how many experts a token their sum is written out."""
@@ -83,12 +83,17 @@ def _grouped_mlp(
     first: bool,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    experts = Experts(w_gate, w_up, w_down, b_gate, b_down, act, layout, limit, alpha)
-    routing = route(ids, w_down.shape[0], ends)
-    rows = _routed_rows(x, p if first else None, routing.order, routing.order // ids.shape[1], w_gate.dtype)
+    return _mlp(x, ids, p, ends, Experts(w_gate, w_up, w_down, b_gate, b_down, act, layout, limit, alpha), first, save)
+
+
+def _mlp(
+    x: Tensor, ids: Tensor, p: Tensor | None, ends: Tensor | None, experts: Experts, first: bool, save: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    routing = route(ids, experts.w_down.shape[0], ends)
+    rows = _routed_rows(x, p if first else None, routing.order, routing.order // ids.shape[1], experts.w_gate.dtype)
     h, u = experts.up(rows, routing.ends)
     y = experts.down(experts.activated(h, u), routing.ends)
-    out = _combine(y, None if first else p, b_down, ids, routing.inverse.view(ids.shape).t(), routing.ends).to(x.dtype)
+    out = _combine(y, None if first else p, experts.b_down, ids, routing.inverse.view(ids.shape).t(), routing.ends).to(x.dtype)
     if not save:
         return out, nothing(h), nothing(h), nothing(routing.order), nothing(routing.order), nothing(routing.ends)
     counted = routing.ends if ends is None else nothing(ends)  # an operator may not return its argument
@@ -144,29 +149,45 @@ def _grouped_mlp_backward(
     first: bool,
     mask: list[bool],
 ) -> tuple[Tensor, ...]:
-    need_x, need_p, need_gate, need_up, need_down, need_b_gate, need_b_down = mask
     experts = Experts(w_gate, w_up, w_down, b_gate, b_down, act, layout, limit, alpha)
+    return _mlp_backward(grad, x, ids, p, experts, h, u, (order, inverse, ends), first, mask)
+
+
+def _mlp_backward(
+    grad: Tensor,
+    x: Tensor,
+    ids: Tensor,
+    p: Tensor | None,
+    experts: Experts,
+    h: Tensor | None,
+    u: Tensor | None,
+    routing: tuple[Tensor, Tensor, Tensor],
+    first: bool,
+    mask: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    need_x, need_p, need_gate, need_up, need_down, need_b_gate, need_b_down = mask
+    (order, inverse, ends), b_down, w_down, dtype = routing, experts.b_down, experts.w_down, experts.w_gate.dtype
     # Quotient and places in another spelling than the forward's: as common subexpressions the forward's gathered rows (S, H)
     # and masks would be kept for the backward.
     tokens = torch.div(order, ids.shape[1], rounding_mode="trunc")
-    rows = _routed_rows(x, p if first else None, order, tokens, w_gate.dtype)
+    rows = _routed_rows(x, p if first else None, order, tokens, dtype)
     if h is None:
         h, u = experts.up(rows, ends)
     weight = None if p is None else wide(p.reshape(-1)[order]).unsqueeze(-1)
     after = None if first else weight
-    dy, a = grad[tokens].to(w_gate.dtype), None  # not yet times the router weight, whose own gradient needs it so
+    dy, a = grad[tokens].to(dtype), None  # not yet times the router weight, whose own gradient needs it so
     found: list[Tensor | None] = [None] * 7
     if need_down or (need_p and not first):
         g, up = experts.halves(h, u)
-        a = activate(g, up, act, limit, alpha)
+        a = activate(g, up, experts.act, experts.limit, experts.alpha)
     if need_b_down:
         found[6] = bias_gradient(dy if after is None else (wide(dy) * after).to(dy.dtype), ends)
     if need_down:
         assert a is not None
-        found[4] = weight_gradient(dy, (a if after is None else a * after).to(h.dtype), ends, w_down)
+        found[4] = experts.wgrad(dy, (a if after is None else a * after).to(h.dtype), ends, w_down)
     if need_x or need_gate or need_up or need_b_gate or need_p:
         inside = used(ends, torch.arange(order.shape[0], device=order.device))
-        da = torch.where(inside, wide(grouped_mm(dy, w_down, ends)), 0)
+        da = torch.where(inside, wide(experts.dgrad(dy, w_down, ends)), 0)
         if need_p and not first:
             assert a is not None and p is not None
             dp = (da * torch.where(inside, a, 0)).sum(-1)
@@ -209,7 +230,9 @@ def grouped_mlp_forward(
     inverse and ``ends`` (unless it was given: (E,) int32, the sorted row after each expert's last one). With ``recompute``
     the linears' outputs are left out: the backward computes them again.
     """
-    out, h, u, order, inverse, counted = torch.ops.fxfuse.grouped_mlp(x, ids, p, ends, *experts, weights_first, save)
+    compute = functools.partial(torch.ops.fxfuse.grouped_mlp, x, ids, p, ends)
+    found = compute(*experts, weights_first, save) if experts.plain else _mlp(x, ids, p, ends, experts, weights_first, save)
+    out, h, u, order, inverse, counted = found
     if not save:
         return out, ()
     linear = () if recompute else (h,) if experts.w_up is None else (h, u)
@@ -231,6 +254,8 @@ def grouped_mlp_backward(
     """Gradients of (x, p, w_gate, w_up, w_down, b_gate, b_down) for those in ``mask``; the others are empty tensors."""
     *linear, order, inverse, counted = saved if ends is None else (*saved, ends)
     h, u = (*linear, None, None)[:2]
+    if not experts.plain:
+        return _mlp_backward(grad, x, ids, p, experts, h, u, (order, inverse, counted), weights_first, mask)
     return torch.ops.fxfuse.grouped_mlp_backward(
         grad, x, ids, p, *experts[:5], h, u, order, inverse, counted, *experts[5:], weights_first, list(mask)
     )

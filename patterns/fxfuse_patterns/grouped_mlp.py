@@ -306,7 +306,8 @@ def register(block_name: str, block: Block, layout_name: str, layout: Layout, ki
 
     def experts(h: Holes) -> fxfuse.ops.Experts:
         weights = {**dict.fromkeys(FIELDS), **{field: h.get(hole) for hole, field in fields.items()}}
-        return fxfuse.ops.Experts(**weights, act=kind, layout=layout.layout, limit=h.get("limit"), alpha=h.get("alpha"))
+        cls = fxfuse.ops.ScaledExperts if fxfuse.current_recipe().quantized else fxfuse.ops.Experts
+        return cls(**weights, act=kind, layout=layout.layout, limit=h.get("limit"), alpha=h.get("alpha"))
 
     def told(h: Holes) -> dict[str, Any]:
         return {"ends": h.get("ends"), "weights_first": block.weights_first}
@@ -337,7 +338,8 @@ def register(block_name: str, block: Block, layout_name: str, layout: Layout, ki
         if block.routes and (m.ids.dim() != 2 or m.p.shape != m.ids.shape or m.x.shape[0] != m.ids.shape[0]):
             shapes = f"x {tuple(m.x.shape)}, ids {tuple(m.ids.shape)} and router weights {tuple(m.p.shape)}"
             return m.reject(f"{shapes} are not (T, H), (T, K) and (T, K)")
-        return None
+        refused = fxfuse.ops.scaled_experts_refusal(m.recipe, *m.w_down.shape[1:]) if m.recipe.quantized else None
+        return m.reject(refused) if refused else None
 
     _signature(forward, names, (), "save")
     _signature(backward, names, ("grad",), "mask")
