@@ -16,13 +16,16 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from .errors import PatternError, warn_once
-from .fusion import Fusion, Match
+from .fp8_recipes import Float8BlockScaling, Float8CurrentScaling
+from .fusion import Fusion, Match, runs_under
 from .ops.grouped_mm import reference_grouped_mm
 from .pattern import as_tuple
-from .recipe import current_recipe
+from .recipe import Recipe, current_recipe, in_force
 from .samples import SIZES, Example, Slot, fill_scalars, shape_of
 
 ALLOWANCE = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+QUANTIZED_ALLOWANCE = 0.125
+"""Under a recipe that quantises: e4m3 has three bits of mantissa, e5m2 two."""
 ALIGNED = {"m": 32, "k": 64, "n": 96, "i": 128, "b": 2, "e": 2}
 """Multiples of 32: for rewrites whose check asks for aligned sizes."""
 SCALARS = (0.75, -2.5, 3.0, 0.3)
@@ -59,21 +62,23 @@ def grid(scalars: int = 0) -> Iterator[Case]:
 
 
 def verify(fusion: Fusion) -> None:
-    """Compare the rewrite with the pattern.
+    """Compare the rewrite with the pattern, under each recipe that the fusion is for.
 
     Raises:
         PatternError: naming the fusion, its file and line, and the first input on which they differ.
     """
     compared, missing = 0, ""
     seen: set[Any] = set()
-    for example, case in itertools.product(fusion.examples, grid(sum(h.scalar for h in fusion.holes))):
+    cases = itertools.product(_recipes(fusion), fusion.examples, grid(sum(h.scalar for h in fusion.holes)))
+    for recipe, example, case in cases:
         shapes = tuple(s and (shape_of(s, case.sizes), s.dtype.is_floating_point) for s in example)
-        key = shapes, case.dtype, case.layout, case.values, case.scalars
-        if key in seen:
-            continue  # an example of fixed sizes
+        key = recipe, shapes, case.dtype, case.layout, case.values, case.scalars
+        if key in seen or (recipe.quantized and case.values.startswith("one")):
+            continue  # an example of fixed sizes; what is not finite reaches all that shares its scale
         seen.add(key)
         try:
-            compared += _compare(fusion, _inputs(example, case), case)
+            with in_force(recipe):
+                compared += _compare(fusion, _inputs(example, case), case)
         except _NoKernel as error:
             missing = missing or f"{error} ({case})"
     if missing:
@@ -83,6 +88,18 @@ def verify(fusion: Fusion) -> None:
             f"fusion {fusion.name!r} at {fusion.source}: its check refuses every input on which the pattern runs; "
             "pass example={...}"
         )
+
+
+def _recipes(fusion: Fusion) -> list[Recipe]:
+    """The current one, or of those that the fusion is for one of each kind."""
+    if fusion.recipes is None:
+        return [current_recipe()]
+    plain = [Recipe(), Recipe(numerics="strict")]
+    quantized = [
+        Float8CurrentScaling(),
+        *(cls() for cls in (Float8BlockScaling, DelayedScaling) if cls.__name__ in fusion.recipes),
+    ]
+    return [r for r in (*plain, *quantized) if runs_under(fusion.recipes, r)] or [current_recipe()]
 
 
 def sample(fusion: Fusion) -> list[Any]:
@@ -289,7 +306,7 @@ def _difference(old: torch.Tensor, true: torch.Tensor, got: Any, dtype: torch.dt
     scale = max(true[finite].abs().max().item(), 1e-30) if finite.any() else 1.0
     error = _distance(got, true, finite) / scale
     own = _distance(old, true, finite) / scale
-    allowed = 3 * own + ALLOWANCE.get(dtype, 1e-9)
+    allowed = 3 * own + (QUANTIZED_ALLOWANCE if current_recipe().quantized else ALLOWANCE.get(dtype, 1e-9))
     if math.isnan(error) or error > allowed:
         return f"has relative error {error:.2g} (the pattern itself {own:.2g}, allowed {allowed:.2g})"
     return ""

@@ -439,3 +439,31 @@ def test_what_another_fusion_wanted_says_that_its_linear_was_quantised() -> None
     with fxfuse.use_recipe("fp8_current"):
         run(torch.randn(6, 128))
     assert "part of it was fused before; the place went to scaled_linear" in fxfuse.last_report().why_not("linear_gelu")
+
+
+@pytest.mark.parametrize("scale, fine", [(1.0, True), (1.5, False)])
+def test_registration_checks_under_the_recipes_that_a_fusion_is_for(scale: float, fine: bool) -> None:
+    asked = []
+
+    @fxfuse.register_forward_fusion(name="mine", recipes=["quantized"], example={"x": "m k", "w": "n k"})
+    def mine(x, w):
+        return F.linear(x, w)
+
+    @mine.check
+    def _(m):
+        asked.append(m.recipe)
+        refused = fxfuse.ops.scaled_linear_refusal(m.x, m.w, m.recipe)
+        return m.reject(refused) if refused else None
+
+    def rewrite(x, w):
+        return fxfuse.ops.scaled_linear_forward(x, w * scale, None, save=False)[0]
+
+    try:
+        if fine:
+            mine.rewrite(rewrite)
+        else:
+            with pytest.raises(fxfuse.PatternError, match="has relative error"):
+                mine.rewrite(rewrite)
+    finally:
+        mine.unregister()
+    assert set(asked) == {fxfuse.Float8CurrentScaling()}
