@@ -94,12 +94,10 @@ def _recipes(fusion: Fusion) -> list[Recipe]:
     """The current one, or of those that the fusion is for one of each kind."""
     if fusion.recipes is None:
         return [current_recipe()]
-    plain = [Recipe(), Recipe(numerics="strict")]
-    quantized = [
-        Float8CurrentScaling(),
-        *(cls() for cls in (Float8BlockScaling, DelayedScaling) if cls.__name__ in fusion.recipes),
-    ]
-    return [r for r in (*plain, *quantized) if runs_under(fusion.recipes, r)] or [current_recipe()]
+    kinds = [Recipe(), Recipe(numerics="strict"), Float8CurrentScaling()]
+    if Float8BlockScaling.__name__ in fusion.recipes:
+        kinds.append(Float8BlockScaling())
+    return [r for r in kinds if runs_under(fusion.recipes, r)] or [current_recipe()]
 
 
 def sample(fusion: Fusion) -> list[Any]:
