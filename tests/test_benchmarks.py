@@ -61,16 +61,16 @@ def test_moe_counts_the_pass_by_layers(moe: ModuleType) -> None:
 
 @pytest.fixture
 def kernels(moe: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """``benchmarks/kernels.py``."""
-    import kernels
+    """``benchmarks/moe_kernels.py``."""
+    import moe_kernels
 
-    monkeypatch.setattr(kernels, "IDLE_SECONDS", 0.0)
-    return kernels
+    monkeypatch.setattr(moe_kernels, "IDLE_SECONDS", 0.0)
+    return moe_kernels
 
 
 def test_kernels_on_a_cpu(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["kernels.py"])
+    monkeypatch.setattr(sys, "argv", ["moe_kernels.py"])
     kernels.main(["--blocks", "tiny", "--tokens", "33", "--rounds", "1"])
     rows = json.loads((tmp_path / "kernels_cpu.json").read_text())["rows"]
     assert [r["kernel"] for r in rows] == list(kernels.costs(kernels.Operands(kernels.BLOCKS["tiny"], 33, "cpu")))
