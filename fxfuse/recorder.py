@@ -21,6 +21,8 @@ from . import compat
 from .values import metadata
 
 log = logging.getLogger(__name__)
+DEVICES = ("cpu",)
+"""Where it is used. On a GPU autograd runs the backward in a thread of its own, and no GPU has run the test of that yet."""
 NUMBERS = (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
@@ -35,7 +37,8 @@ def trace(
     function: Callable[..., Any], args: Sequence[Any], table: Mapping[Any, Callable[..., Any]], *, forbid_guards: bool
 ) -> Graph:
     """The functional aten graph of ``function`` on fake ``args``, dead code included; see ``compat.trace``."""
-    if all(isinstance(s, int) for a in args for s in (*a.shape, *a.stride())):
+    static = all(isinstance(s, int) for a in args for s in (*a.shape, *a.stride()))
+    if static and all(a.device.type in DEVICES for a in args):
         recorder = Recorder(table)
         token = _recording.set(recorder)
         try:
