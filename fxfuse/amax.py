@@ -10,7 +10,6 @@ forward that was run without gradients, as reentrant checkpointing does, is coun
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,7 +23,7 @@ from .errors import LoweringError, RecipeError
 from .fp8_recipes import DelayedScaling
 from .ops.define import library
 from .recipe import from_key
-from .region import is_backward
+from .region import graphs_of, is_backward
 from .values import is_tensor, value
 
 INPUT = "fxfuse_amax"
@@ -130,8 +129,7 @@ class Keeper:
         self.recipe, self.code, self.training = recipe, code, False
         tensors = [t for t in example_inputs if isinstance(t, Tensor)]
         self.device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
-        graphs = [m.graph for m in gm.modules() if isinstance(m, GraphModule)]  # checkpointed regions are graphs of their own
-        joins = [n for g in graphs for n in g.nodes if n.op.startswith("call") and len(n.all_input_nodes) > 1]
+        joins = [n for g in graphs_of(gm) for n in g.nodes if n.op.startswith("call") and len(n.all_input_nodes) > 1]
         self.lines = 5 * len(joins) + 1
         """At least as many as there will be quantised operands: two in the forward of a linear, up to three in its backward."""
         mode = compat.fake_mode_of(tensors) or compat.new_fake_mode()
@@ -217,8 +215,9 @@ def _load(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None
         if name not in parameters:
             raise RecipeError(f"state dict entry {full!r}: the model has no parameter {name!r}")
         read.append((full, parameters[name], code, recipe.key, tensor))
-    for owner in itertools.chain(parameters.values() if read else ()):
-        _histories.pop(owner, None)
+    if read:
+        for owner in parameters.values():
+            _histories.pop(owner, None)
     for full, owner, code, key, tensor in read:
         del state[full]
         _histories.setdefault(owner, {})[code, key] = _History(tensor.detach().to(owner.device).clone(), restored=True)

@@ -15,8 +15,8 @@ from . import amax, choose, compat, deferred, faults
 from .errors import LoweringError, RecipeError, warn_once
 from .fusion import Fusion
 from .ops.define import MATERIALIZED, watcher
-from .recipe import Recipe, from_key, region_of
-from .region import DONE, is_backward
+from .recipe import Recipe, region_of, region_recipe, region_recipes
+from .region import DONE, graphs_of, is_backward
 from .report import Failure, Report
 from .rewrite import rewrite
 from .settings import OUR_PASS, Settings
@@ -65,7 +65,7 @@ def capture(
     """
     traits = traits or Traits()
     patches = dict(settings.inductor)
-    gm, recipes = copy.deepcopy(gm), [recipe, *(from_key(k, "recipe_region") for k in regions(gm))]
+    gm, recipes = copy.deepcopy(gm), [recipe, *region_recipes(*graphs_of(gm))]
     if any(r.numerics == "strict" for r in recipes):
         patches["emulate_precision_casts"] = True
     delayed, keeper = amax.wanted(recipes) if fusions else None, None
@@ -108,14 +108,8 @@ def _recompute(graph: Graph, recipe: Recipe) -> None:
     for node in graph.nodes:
         if DONE in node.meta and is_backward(node):
             key = region_of(node)
-            if (recipe if key is None else from_key(key, "recipe_region")).activation_memory == "recompute":
+            if (recipe if key is None else region_recipe(key)).activation_memory == "recompute":
                 node.meta["partitioner_tag"] = "must_be_in_backward"
-
-
-def regions(gm: GraphModule) -> set[str]:
-    """Keys of the recipes that regions of a captured graph chose."""
-    graphs = [m.graph for m in gm.modules() if isinstance(m, GraphModule)]
-    return {key for graph in graphs for key in map(region_of, graph.nodes) if key is not None}
 
 
 def _uuid(settings: Settings, fusions: Sequence[Fusion | Windows], recipe: Recipe) -> Any:

@@ -459,9 +459,9 @@ def saved_for_backward(gm: GraphModule) -> list[Any] | None:
     (output,) = [n for n in gm.graph.nodes if n.op == "output"]
     returned = [n.meta.get("val") for n in output.args[0][metadata.num_forward :] if isinstance(n, torch.fx.Node)]
     inputs = [n.meta.get("val") for n in gm.graph.nodes if n.op == "placeholder"]
-    known = {t.untyped_storage()._cdata for t in inputs if isinstance(t, torch.Tensor)}
-    kept = {t.untyped_storage()._cdata: t for t in returned if isinstance(t, torch.Tensor)}
-    return [t for storage, t in kept.items() if storage not in known]
+    known = {storage(t) for t in inputs if isinstance(t, torch.Tensor)}
+    kept = {storage(t): t for t in returned if isinstance(t, torch.Tensor)}
+    return [t for memory, t in kept.items() if memory not in known]
 
 
 def tracing_context() -> Any:

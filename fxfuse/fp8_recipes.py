@@ -58,7 +58,8 @@ class QuantizedRecipe(Recipe):
     NEEDS: ClassVar[tuple[int, int]] = (8, 9)
     """Compute capability, and its name."""
     CHIP: ClassVar[str] = "an Ada or Hopper GPU"
-    ALIGNMENT: ClassVar[int] = 16
+    alignment: ClassVar[int] = 16
+    """What the widths of a weight must be multiples of."""
 
     def _check(self, name: str, value: Any) -> None:
         super()._check(name, value)
@@ -70,11 +71,6 @@ class QuantizedRecipe(Recipe):
     @property
     def quantized(self) -> bool:
         return True
-
-    @property
-    def alignment(self) -> int:
-        """What the widths of a weight must be multiples of."""
-        return self.ALIGNMENT
 
     def unsupported(self) -> str | None:
         has = capability()
@@ -140,7 +136,7 @@ class Float8BlockScaling(QuantizedRecipe):
     SHORT_NAME: ClassVar[str] = "fp8_block"
     NEEDS: ClassVar[tuple[int, int]] = (9, 0)
     CHIP: ClassVar[str] = "a Hopper GPU"
-    ALIGNMENT: ClassVar[int] = 128
+    alignment: ClassVar[int] = 128
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -224,7 +220,7 @@ class MXFP8BlockScaling(_BlackwellRecipe):
     fp8_format: str = "E4M3"
 
     SHORT_NAME: ClassVar[str] = "mxfp8"
-    ALIGNMENT: ClassVar[int] = 32
+    alignment: ClassVar[int] = 32
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

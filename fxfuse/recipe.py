@@ -6,6 +6,7 @@ import ast
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -290,6 +291,18 @@ def region_of(node: torch.fx.Node) -> str | None:
     """The key of the recipe that a region chose for a node."""
     custom = node.meta.get("custom")
     return custom.get(REGION) if isinstance(custom, dict) else None
+
+
+@functools.cache  # asked for every node of a region
+def region_recipe(key: str) -> Recipe:
+    """The recipe of the regions with this key; RecipeError where it is none, or cannot run here."""
+    return from_key(key, "recipe_region")
+
+
+def region_recipes(*graphs: torch.fx.Graph) -> list[Recipe]:
+    """The recipes that regions of some graphs chose, each once, in order."""
+    keys = (region_of(node) for graph in graphs for node in graph.nodes)
+    return list(dict.fromkeys(region_recipe(key) for key in keys if key is not None))
 
 
 # ------------------------------------------------------------------------------------------------ recomputing a forward

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from .fusion import Fusion
 from .pattern import Decompositions, TraceCache
-from .recipe import Recipe, from_key, region_of
+from .recipe import Recipe, region_of, region_recipe
 from .spellings import COPIES, LAYOUT_ONLY, is_mutating, is_opaque, number_graph
 from .values import Table, is_size, is_tensor, sizes, value
 
@@ -47,8 +47,6 @@ class Context:
     has_backward: bool = False
     backward_by_sequence: dict[Any, list[Node]] = dataclasses.field(default_factory=dict)
     """Backward nodes by autograd's sequence number: a hint where a cotangent is."""
-    regions: dict[str | None, bool] = dataclasses.field(default_factory=dict)
-    """For each region key, whether it stands for this context's recipe."""
     outermost: bool = True
     """Whether nodes outside of all regions are this context's."""
 
@@ -65,9 +63,7 @@ class Context:
         key = region_of(node)
         if key is None:
             return self.outermost
-        if key not in self.regions:
-            self.regions[key] = from_key(key, "recipe_region") is self.recipe
-        return self.regions[key]
+        return region_recipe(key) is self.recipe
 
     def __post_init__(self) -> None:
         for node in self.graph.nodes:
@@ -142,6 +138,11 @@ class Region:
         first = len(self.outputs)
         used = {k for k, _ in self.extras.values()}
         return tuple(k in used for k in range(first, first + self.fusion.extra))
+
+
+def graphs_of(gm: GraphModule) -> list[Graph]:
+    """A captured graph and those inside it: checkpointed regions and branches are graphs of their own."""
+    return [m.graph for m in gm.modules() if isinstance(m, GraphModule)]
 
 
 def is_backward(node: Node) -> bool:

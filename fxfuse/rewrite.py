@@ -19,7 +19,7 @@ from .match import MAX_BINDINGS, Finder, Mismatch, Skeleton, skeletons
 from .naming import family, is_called
 from .pattern import Decompositions, TraceCache
 from .prove import prove
-from .recipe import Recipe, from_key, region_of
+from .recipe import Recipe, region_recipes
 from .region import DONE, Context, Refusal, Region, is_backward, operator_names
 from .report import Failure, Fused, GraphRecord, Missed
 from .source import layer_path, source_line
@@ -108,9 +108,7 @@ def rewrite(
 
 def _chosen_inside(graph: Graph, recipe: Recipe) -> list[Recipe]:
     """The other recipes that regions of the graph chose."""
-    keys = dict.fromkeys(filter(None, map(region_of, graph.nodes)))
-    found = dict.fromkeys(from_key(key, "recipe_region") for key in keys)
-    return [r for r in found if r is not recipe]
+    return [r for r in region_recipes(graph) if r is not recipe]
 
 
 def _try_fusions(run: _Run, fusions: Sequence[Fusion | Windows]) -> None:

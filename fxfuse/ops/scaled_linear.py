@@ -55,12 +55,14 @@ def scaled_linear_forward(x: Tensor, w: Tensor, b: Tensor | None, *, save: bool)
         return out, ()
     if recipe.backward_override == "dequantized":
         return out, (*xq, *wq)
-    return out, (*_turned(flat, xq, of_x), *_turned(w, wq, of_w))
+    return out, (*_turned(flat, of_x, xq), *_turned(w, of_w, wq))
 
 
-def _turned(x: Tensor, q: Quantized, scheme: Scheme) -> Quantized:
-    """x^T quantised: its blocks lie along the other dimension."""
-    return q.t() if scheme.symmetric else quantize(x.t(), scheme)
+def _turned(x: Tensor, scheme: Scheme, q: Quantized | None = None) -> Quantized:
+    """x^T quantised, from x quantised (q, if it is there) where the scheme is symmetric: else its blocks lie the other way."""
+    if not scheme.symmetric:
+        return quantize(x.t(), scheme)
+    return (quantize(x, scheme) if q is None else q).t()
 
 
 def scaled_linear_backward(
@@ -94,11 +96,11 @@ def _quantized_gradients(
     gq = quantize(g, of_g)
     dx = dw = None
     if mask[0]:
-        wt = Quantized(*saved[2:]) if saved else _turned(w, quantize(w, of_w), of_w)
+        wt = Quantized(*saved[2:]) if saved else _turned(w, of_w)
         dx = scaled_mm(gq, wt, of_g, of_w, x.dtype, None, _fast(recipe, "dgrad"))
     if mask[1]:
-        xt = Quantized(*saved[:2]) if saved else _turned(x, quantize(x, of_x), of_x)
-        dw = scaled_mm(_turned(g, gq, of_g), xt, of_g, of_x, w.dtype, None, _fast(recipe, "wgrad"))
+        xt = Quantized(*saved[:2]) if saved else _turned(x, of_x)
+        dw = scaled_mm(_turned(g, of_g, gq), xt, of_g, of_x, w.dtype, None, _fast(recipe, "wgrad"))
     return dx, dw
 
 
