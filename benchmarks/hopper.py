@@ -86,8 +86,8 @@ def products(experts: int, hidden: int, inner: int, chosen: int, tokens: int, ro
         return exact
 
     def gathered(in_kernel: bool) -> Any:
-        launch.GATHER_IN_KERNEL = in_kernel
-        return launch.up(lines, gather, w1, None, None, ends, *kind, True)[:2]
+        where = (lines, gather) if in_kernel else (lines[gather], None)
+        return launch.up(*where, w1, None, None, ends, *kind, True)[:2]
 
     up = lambda save: lambda: launch.up(x, None, w1, None, None, ends, *kind, save)[: 2 if save else 1]  # noqa: E731
     return [

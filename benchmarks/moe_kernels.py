@@ -1,6 +1,6 @@
 """Each kernel of the grouped MLP beside ``torch._grouped_mm``, as a share of what the machine can do.
 
-    FXFUSE_KERNELS=1 python benchmarks/moe_kernels.py [--blocks NAME ...] [--tokens N ...] [--paths NAME ...] [--rounds N]
+    python benchmarks/moe_kernels.py [--blocks NAME ...] [--tokens N ...] [--paths NAME ...] [--rounds N]
     python benchmarks/moe_kernels.py --blocks tiny --tokens 64            the twins on a CPU, to see that it works
 
 bf16, random data, the blocks of ``benchmarks/moe.py``, tokens spread evenly over the experts.
@@ -224,8 +224,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and args.blocks != ["tiny"]:
         raise SystemExit("benchmarks/moe_kernels.py measures GPU kernels and there is no GPU here; --blocks tiny runs the twins")
-    if device == "cuda" and not kernels.enabled():
-        raise SystemExit(kernels.REFUSAL)
     paths, square = (args.paths, args.square) if device == "cuda" else ([TWIN], 256)
     top = rates(device, square)
     rows = [r for name in args.blocks for tokens in args.tokens for r in compare(name, tokens, paths, args.rounds, top, device)]

@@ -1,6 +1,6 @@
 """The kernels of every path on a GPU against their twins in fp64, and the grouped operators that are made of them.
 
-    FXFUSE_KERNELS=1 python3 -m pytest tests/test_gpu_kernels.py -m gpu -q -p no:cacheprovider -W default \\
+    python3 -m pytest tests/test_gpu_kernels.py -m gpu -q -p no:cacheprovider -W default \\
         --noconftest -c /dev/null --rootdir=.
 
 Memory is poisoned before every test: what a kernel does not write is NaN.
@@ -8,15 +8,15 @@ Memory is poisoned before every test: what a kernel does not write is NaN.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import triton
 
 sys.path.append(str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parent / "kernels"))
@@ -31,13 +31,11 @@ from torch import Tensor
 
 import fxfuse
 from fxfuse import choose, kernels, measure
+from fxfuse.kernels import hopper_launch
 from fxfuse.ops import define, grouped_kernels
 from fxfuse.ops.grouped_mlp import _grouped_mlp, _grouped_mlp_backward
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not kernels.enabled(), reason=kernels.REFUSAL),
-]
+pytestmark = pytest.mark.gpu
 PATHS = dict.fromkeys(kernels.PATHS)
 """The paths under test. One that refuses a case (by ``NotImplementedError``) is skipped there."""
 paths = pytest.mark.parametrize("path", PATHS)
@@ -63,8 +61,28 @@ def poison() -> None:
     del held
 
 
-def functions(path: str) -> ModuleType:
-    return kernels.path(path)
+MATRICES = {"up": (0, 2, 3), "matmul": (0, 1), "dh": (0, 2, 4, 5), "wgrad": (0, 1)}
+"""Which arguments of a function are the matrices that the Hopper path may refuse."""
+
+
+def functions(path: str) -> Any:
+    module = kernels.path(path)
+    return module if path == "portable" else SimpleNamespace(**{n: asking(n, getattr(module, n)) for n in module.__all__})
+
+
+def asking(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of the Hopper path that refuses what its candidate refuses before it is traced."""
+
+    def call(*args: Any, **options: Any) -> Any:
+        given = {str(i): args[i] for i in MATRICES.get(name, ())}
+        experts = next((t.shape[0] for t in given.values() if t is not None and t.dim() == 3), 1)
+        rows = max((t.shape[0] for t in given.values() if t is not None and t.dim() == 2), default=0)
+        reason = hopper_launch.supported(torch.cuda.get_device_capability(), triton.__version__, rows, experts, **given)
+        if given and reason is not None:
+            raise NotImplementedError(reason)
+        return function(*args, **options)
+
+    return call
 
 
 def checked(check: Callable[..., None], path: str, *args: Any) -> None:
@@ -219,9 +237,9 @@ def test_more_than_two_to_the_31_elements_in_a_weight(path: str) -> None:
     down = w.view(experts, hidden, 2 * inner)  # as many elements, other widths
     saved = torch.randn(150, 4 * inner, device="cuda").to(BF16)
     got = f.dh(x, None, down, None, saved, None, ends, *kind)
-    assert all(
-        torch.equal(g, o) for g, o in zip(got, f.dh(x, None, down[-1:].clone(), None, saved, None, one, *kind), strict=True)
-    )
+    for i, (g, o) in enumerate(zip(got, f.dh(x, None, down[-1:].clone(), None, saved, None, one, *kind), strict=True)):
+        # the row sums (2) are added up tile by tile, and fewer rows an expert are cut into other tiles
+        assert torch.equal(g, o) if i != 2 else contract.error(g, o) < 1e-6, i
     del down, got, saved, rows
     dw = f.wgrad(h, x, None, None, ends)
     assert dw.numel() > 2**31 and torch.equal(dw[-1:], f.wgrad(h, x, None, None, one)) and not dw[:-1].any()
@@ -437,9 +455,7 @@ def test_a_compiled_model_with_this_lowering(name: str, dynamic: bool, monkeypat
         )
         for got, usual, exact in zip(*steps, true, strict=True):
             assert contract.error(got, exact) <= 1.5 * contract.error(usual, exact) + 1e-4
-    assert {f.kernel for f in fxfuse.last_report().fused} <= {name, "inline"}
-    if name == "triton":
-        assert {f.kernel for f in fxfuse.last_report().fused} == {name}
+    assert {f.kernel for f in fxfuse.last_report().fused} == {name}
 
 
 def in_fp64(x: Tensor, ids: Tensor, p: Tensor, w: Tensor, w_down: Tensor) -> Tensor:
@@ -472,9 +488,4 @@ def test_measuring_takes_a_right_candidate(monkeypatch: pytest.MonkeyPatch, tmp_
     x, p = torch.randn(512, 256, device="cuda").to(BF16), torch.rand(512, 2, device="cuda").to(BF16)
     w, w_down = (torch.randn(EXPERTS, n, m, device="cuda").to(BF16) for n, m in ((256, 256), (256, 128)))
     trained(run, (x, p, w, w_down), reference_moe.balanced(512, 2, EXPERTS).cuda())
-    assert len(seen) == 2 and all({"inline", "triton"} <= set(t) for t in seen), seen
-
-
-if __name__ == "__main__":
-    os.environ["FXFUSE_KERNELS"] = "1"
-    raise SystemExit(pytest.main([__file__, "-m", "gpu", "-q", "-p", "no:cacheprovider", "--noconftest", "-c", os.devnull]))
+    assert len(seen) == 2 and all({"inline", "triton", "hopper"} == set(t) for t in seen), seen

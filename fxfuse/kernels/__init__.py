@@ -12,22 +12,46 @@ Nothing here imports Triton before a kernel is launched.
 
 from __future__ import annotations
 
+import functools
 import importlib
-import os
 from types import ModuleType
+from typing import NamedTuple
 
-PATHS = {"portable": "fxfuse.kernels.portable"}
-"""By name: plain Triton, for every GPU from sm_80 on."""
+import torch
+
+
+class Path(NamedTuple):
+    """Where a path's functions are, and whether its products read rows that are to be gathered where they lie."""
+
+    module: str
+    gathers: bool
+
+
+PATHS = {"portable": Path("fxfuse.kernels.portable", True), "hopper": Path("fxfuse.kernels.hopper_path", False)}
+"""By name: plain Triton, for every GPU from sm_80 on; Gluon, for sm_90."""
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+CAPABILITY = (8, 0)
 MAX_EXPERTS = 1024
 """Each tile finds its expert among all ``ends`` at once, in registers."""
-REFUSAL = "fxfuse's own kernels are off: no GPU has run them yet; FXFUSE_KERNELS=1 in the environment allows them"
 
 
-def enabled() -> bool:
-    """Whether these kernels may run at all; where they may not, ``REFUSAL`` says why."""
-    return os.environ.get("FXFUSE_KERNELS") == "1"
+def refusal(dtype: torch.dtype, device: torch.device, experts: int | torch.SymInt) -> str | None:
+    """Why no path runs with operands of this dtype on this device, or None."""
+    if dtype not in DTYPES:
+        return f"the kernels compute with 16- and 32-bit floats, not with {dtype}"
+    if not isinstance(experts, int) or experts > MAX_EXPERTS:
+        return f"the kernels take up to {MAX_EXPERTS} experts"
+    if device.type == "cuda" and capability(device) < CAPABILITY:
+        return "the kernels need sm_80 or newer"
+    return None
+
+
+@functools.cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a GPU."""
+    return torch.cuda.get_device_capability(device)
 
 
 def path(name: str) -> ModuleType:
     """The module with the functions of a path; loads Triton."""
-    return importlib.import_module(PATHS[name])
+    return importlib.import_module(PATHS[name].module)

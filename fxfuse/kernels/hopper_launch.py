@@ -1,8 +1,8 @@
-"""The Hopper path of the grouped MLP: what ``hopper``'s kernels are launched with. No path takes it by default.
+"""The Hopper path of the grouped MLP: what ``hopper``'s kernels are launched with.
 
 The functions are those of ``reference``, for bf16 and fp16. Symbols as there. Rows that are to be gathered are gathered before
-the product, by a copy: TMA on Hopper cannot, and a caller that needs them twice gathers once and passes None. ``up`` can do
-without (``GATHER_IN_KERNEL``).
+the product, by a copy: TMA on Hopper cannot, and a caller that needs them twice gathers once and passes None. ``up`` does
+without: its producers copy line after line.
 
 Everything is on the device: the number of tiles of rows is known to the kernel only, which claims them one by one.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -46,8 +47,6 @@ class Config:
 
 
 MM, GATHERED, DH, WGRAD = Config(4, 64), Config(4, 64, producer=40, consumer=232), Config(3, 64), Config(6, 32)
-GATHER_IN_KERNEL = False
-"""Whether ``up`` copies the lines of x that it needs itself, and not a kernel before it: not measured yet."""
 
 # ------------------------------------------------------------------------------------------------ what runs here
 
@@ -56,14 +55,16 @@ def available(capability: tuple[int, int] | None, version: str) -> str | None:
     """Why these kernels do not run with this GPU and this Triton, or None."""
     if capability != CAPABILITY:
         return f"the Hopper kernels need compute capability 9.0, this device has {capability}"
-    found = tuple(int(part) for part in version.split(".")[:2])
+    found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     low, high = VERSIONS
     if not low <= found < high:
         return f"the Hopper kernels are for Triton {low[0]}.{low[1]} to before {high[0]}.{high[1]}, this is {version}"
     return None
 
 
-def supported(capability: tuple[int, int] | None, version: str, rows: int, experts: int, **tensors: Tensor | None) -> str | None:
+def supported(
+    capability: tuple[int, int] | None, version: str, rows: int | torch.SymInt, experts: int, **tensors: Tensor | None
+) -> str | None:
     """Why the Hopper kernels cannot take these arguments, or None.
 
     Args:
@@ -87,8 +88,13 @@ def supported(capability: tuple[int, int] | None, version: str, rows: int, exper
         if reason is not None:
             return reason
     widest = max([max(t.shape[1:]) for t in given.values()], default=1)
-    if rows > MAX_ROWS or (rows // 128 + experts + 2) * (widest // 128 + 1) >= 2**31:
-        return f"{rows} rows times {widest} columns are more tiles than 32 bits count"
+    return _too_many(rows, experts, widest) if isinstance(rows, int) else None
+
+
+def _too_many(rows: int, experts: int, columns: int) -> str | None:
+    """Whether 32 bits count the tiles; of a size that is known at run time alone this is asked at every launch."""
+    if rows > MAX_ROWS or (rows // 128 + experts + 2) * (columns // 128 + 1) >= 2**31:
+        return f"{rows} rows times {columns} columns are more tiles than 32 bits count"
     return None
 
 
@@ -124,8 +130,6 @@ def up(
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``reference.up``: a (S, I); h (S, 2 I) or (S, I) and u (S, I), or empty tensors."""
-    if gather is not None and not GATHER_IN_KERNEL:
-        x, gather = x.index_select(0, gather), None
     rows = x.shape[0] if gather is None else gather.shape[0]
     inner = w_gate.shape[1] // (2 if layout in ("concat", "interleaved") else 1)
     a = _empty((rows, inner), x)
@@ -284,6 +288,8 @@ def _mm(
 
 def _launch(kernel: Any, most: int, config: Config, like: Tensor, *args: Any) -> None:
     """On ``like``'s device, one program an SM, or as many as there can be tiles."""
+    if most >= 2**31:
+        raise NotImplementedError(f"{most} tiles are more than 32 bits count")
     grid = (min(most, _processors(like.device)),)
     with _on(like.device):
         kernel[grid](*args, config.producer, config.consumer, num_warps=4, maxnreg=config.registers)
@@ -317,6 +323,7 @@ def _weight(kernels: Kernels, w: Tensor, depth: int, columns: int) -> tuple[Any,
     """A descriptor of w (E, N, K), and whether N and not K is contiguous."""
     order = w.stride(2) != 1
     w = w.transpose(1, 2) if order else w
+    w = w if w.data_ptr() % ALIGNMENT == 0 else w.clone()
     block = (1, depth, columns) if order else (1, columns, depth)
     return kernels.descriptor(w.data_ptr(), w.dtype, tuple(w.shape), _strides(w), block), order
 

@@ -14,27 +14,32 @@ import torch
 from torch import Tensor
 
 from .. import kernels
+from ..kernels import hopper_launch
 from ..kernels import ops as kernel
+from ..versions import software
 from .define import nothing
 from .grouped_experts import _grouped_experts, _grouped_experts_backward
 from .grouped_mlp import _grouped_mlp, _grouped_mlp_backward, _routed_rows, route
-from .grouped_mm import KERNEL_DTYPES, used, wide
+from .grouped_mm import used, wide
 
 
 def refusal(**named: Any) -> str | None:
     """Why the kernels in plain Triton cannot run on these arguments of a grouped operator."""
-    if not kernels.enabled():
-        return kernels.REFUSAL
     floats = [named[n] for n in ("w_gate", "x", "rows", "grad", "p", "h") if named.get(n) is not None]
-    wrong = next((t.dtype for t in floats if t.dtype not in KERNEL_DTYPES), None)
-    if wrong is not None:
-        return f"they compute with 16- and 32-bit floats, not with {wrong}"
     experts, device = named["w_down"].shape[0], named["w_down"].device
-    if not isinstance(experts, int) or experts > kernels.MAX_EXPERTS:
-        return f"they take up to {kernels.MAX_EXPERTS} experts"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-        return "they need sm_80 or newer"
-    return None
+    return next((r for r in (kernels.refusal(t.dtype, device, experts) for t in floats) if r is not None), None)
+
+
+def hopper_refusal(**named: Any) -> str | None:
+    """Why those in Gluon cannot."""
+    reason = refusal(**named)
+    if reason is not None:
+        return reason
+    down = named["w_down"]
+    capability = kernels.capability(down.device) if down.is_cuda else None
+    weights = {n: named[n] for n in ("w_gate", "w_up", "w_down")}
+    rows = named["ids"].numel() if "ids" in named else named["rows"].shape[0]
+    return hopper_launch.supported(capability, software()[1], rows, down.shape[0], **weights)
 
 
 def mlp(
@@ -107,14 +112,17 @@ def mlp_backward(
         _, h, u = kernel.up(rows, gather, w_gate, w_up, b_gate, ends, *kind, True, path)
         u = None if w_up is None else u
     weight = None if p is None or first else wide(p.reshape(-1)[order])
-    dy = grad.to(dtype)
+    dy, source = grad.to(dtype), tokens
     found: list[Tensor | None] = [None] * 7
     if need_b_down:
         found[6] = kernel.bias_gradient(dy, ends, weight, tokens, path)
     if any(mask[:6]):
-        dh, du, dp, scaled = kernel.dh(dy, tokens, w_down, weight, h, u, ends, *kind, path)
+        dy, source = _gathered(dy, tokens, path)
+        dh, du, dp, scaled = kernel.dh(dy, source, w_down, weight, h, u, ends, *kind, path)
+        if need_gate or need_up:
+            rows, gather = _gathered(rows, gather, path)
         if need_down:
-            found[4] = _weight_gradient(dy, scaled, tokens, None, ends, w_down, path)
+            found[4] = _weight_gradient(dy, scaled, source, None, ends, w_down, path)
         if need_gate:
             found[2] = _weight_gradient(dh, rows, None, gather, ends, w_gate, path)
         if need_up and w_up is not None:
@@ -134,6 +142,11 @@ def mlp_backward(
             if need_x:
                 found[0] = kernel.combine(drows, p if first else None, None, ids, inverse, ends, x, path)
     return tuple(nothing(grad) if t is None else t for t in found)
+
+
+def _gathered(rows: Tensor, gather: Tensor | None, path: str) -> tuple[Tensor, Tensor | None]:
+    """Rows and which of them a product takes: gathered once for all products where the path's do not gather."""
+    return (rows, gather) if gather is None or kernels.PATHS[path].gathers else (rows[gather], None)
 
 
 def _router_gradient(dp: Tensor, grad: Tensor, b: Tensor | None, ids: Tensor, inverse: Tensor, ends: Tensor) -> Tensor:
@@ -242,3 +255,4 @@ def register(name: str, path: str, refuses: Callable[..., str | None]) -> None:
 
 
 register("triton", "portable", refusal)
+register("hopper", "hopper", hopper_refusal)

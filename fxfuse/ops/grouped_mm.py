@@ -17,16 +17,14 @@ from .define import launch, library
 
 ALIGNMENT = 16
 """Bytes to which ``torch._grouped_mm`` wants every stride."""
-KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""What our own kernels compute with."""
 
 
 def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """Rows of a (S, M) in groups, each times its matrix of b (E, M, N): (S, N); rows past ``ends[-1]`` are undefined.
 
     With b (S, N) and a (M, S) the sum runs over each group's rows: (E, M, N), zero for an empty group. bf16 operands with
-    aligned strides go to ``torch._grouped_mm``; others to a loop over the experts, which synchronises with the host, or
-    where they are enabled to our own kernels.
+    aligned strides go to ``torch._grouped_mm``; others on a GPU to our own
+    kernels, and elsewhere (or in fp64) to a loop over the experts, which synchronises with the host.
     """
     if a.dtype is torch.bfloat16:
         left, right = _aligned(a), _aligned(b)
@@ -76,7 +74,7 @@ def _grouped_sum_loop(d: Tensor, ends: Tensor) -> Tensor:
 
 def _takes(t: Tensor, ends: Tensor) -> bool:
     """Whether our own kernels may run instead of a loop."""
-    return kernels.enabled() and t.dtype in KERNEL_DTYPES and ends.shape[0] <= kernels.MAX_EXPERTS
+    return kernels.refusal(t.dtype, t.device, ends.shape[0]) is None
 
 
 def _grouped_mm_kernel(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:

@@ -45,10 +45,10 @@ def backward_arguments(forward: dict[str, Any], saved: tuple[Tensor, ...], save:
     return {a.name: found[a.name] for a in torch.ops.fxfuse.grouped_mlp_backward.default._schema.arguments}
 
 
-def candidate(name: str) -> Any:
-    """The function of ``triton`` for ``fxfuse::<name>``, and the reference."""
+def candidate(name: str, by: str = "triton") -> Any:
+    """The function of a candidate of ``fxfuse::<name>``, and the reference."""
     op = OPS[getattr(torch.ops.fxfuse, name).default]
-    return next(c.function for c in op.candidates if c.name == "triton"), op.reference
+    return next(c.function for c in op.candidates if c.name == by), op.reference
 
 
 def assert_same(
@@ -61,17 +61,18 @@ def assert_same(
         assert (g.double() - w.double()).norm() <= EXACT * w.double().norm(), i
 
 
+@pytest.mark.parametrize("by", ["triton", "hopper"])
 @pytest.mark.parametrize("routing", ["some_outside", "nobody", "one_busy"])
 @every_block
-def test_block_forward_and_backward(fields: dict[str, Any], routing: str) -> None:
+def test_block_forward_and_backward(fields: dict[str, Any], routing: str, by: str) -> None:
     forward = arguments(Block(routing=routing, **fields))
-    function, reference = candidate("grouped_mlp")
+    function, reference = candidate("grouped_mlp", by)
     want = reference(**forward)
     used = int(want[5][-1])
     assert_same(function(**forward), want, used, skipped=(1, 2))
     silent = {**forward, "save": False}
     assert_same(function(**silent), reference(**silent))
-    function, reference = candidate("grouped_mlp_backward")
+    function, reference = candidate("grouped_mlp_backward", by)
     for save in (True, False):
         backward = backward_arguments(forward, want[1:], save)
         assert_same(function(**backward), reference(**backward))
@@ -200,15 +201,7 @@ def refusal(**changes: Any) -> str | None:
     return grouped_kernels.refusal(**{**arguments(Block(dtype=BF16)), **changes})
 
 
-def test_they_are_off_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("FXFUSE_KERNELS", raising=False)
-    assert refusal() == kernels.REFUSAL and "FXFUSE_KERNELS=1" in kernels.REFUSAL
-    monkeypatch.setenv("FXFUSE_KERNELS", "0")
-    assert refusal() == kernels.REFUSAL
-
-
-def test_what_they_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FXFUSE_KERNELS", "1")
+def test_what_they_refuse() -> None:
     assert refusal() is None
     assert "not with torch.float64" in (refusal(p=torch.rand(5, 2, dtype=F64)) or "")
     assert "up to 1024 experts" in (refusal(w_down=torch.empty(1025, 2, 2)) or "")
@@ -218,7 +211,6 @@ def test_what_they_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("routing", [n for n in ROUTINGS if n != "nobody"])
 def test_a_compiled_block_runs_them(routing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the real graph and Inductor, as on a GPU where they are the fastest."""
-    monkeypatch.setenv("FXFUSE_KERNELS", "1")
     monkeypatch.setattr(choose, "_on_gpu", lambda node: True)
     monkeypatch.setattr(measure, "fastest", lambda node, candidates, *_: candidates[-1])
     ran: set[str] = set()

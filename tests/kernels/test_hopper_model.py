@@ -172,17 +172,15 @@ def test_up(machine: gluon_model.Machine, rows: str, inner: int, transposed: boo
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("layout", ["concat", "interleaved", "plain"])
-def test_up_of_gathered_rows_with_bias_and_clamps(
-    machine: gluon_model.Machine, layout: str, fused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launch, "GATHER_IN_KERNEL", fused)
+def test_up_of_gathered_rows_with_bias_and_clamps(machine: gluon_model.Machine, layout: str, fused: bool) -> None:
     case = Case("skewed", extra=9)
     x = torch.randn(60, 72).to(BF16)
     gather = torch.randint(60, (case.rows,))
     w, _ = weights(case, layout, 136, 72, True)
     bias = torch.randn(case.experts, w.shape[1])
     options = ("sigmoid", layout, None, None, True) if layout == "plain" else ("silu", layout, 0.5, 1.702, True)
-    a, h, _ = launch.up(x, gather, w, None, bias, case.ends, *options)
+    rows = (x, gather) if fused else (x[gather], None)
+    a, h, _ = launch.up(*rows, w, None, bias, case.ends, *options)
     true = reference.up(x.double(), gather, w.double(), None, bias.double(), case.ends, *options)
     assert_close(a, true[0])
     assert_close(h, true[1])

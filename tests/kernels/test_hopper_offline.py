@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -65,8 +64,7 @@ def up(
 
 def gathering(save: bool) -> Any:
     w, gather = weight(2 * INNER, WIDTH), torch.zeros(512, dtype=torch.int64)
-    with patch.object(launch, "GATHER_IN_KERNEL", True):
-        return launch.up(rows(WIDTH), gather, w, None, None, ENDS, "silu", "concat", None, None, save)
+    return launch.up(rows(WIDTH), gather, w, None, None, ENDS, "silu", "concat", None, None, save)
 
 
 def matmul(*, transposed: bool, scaled: bool = False, inner: int = INNER) -> Any:
