@@ -1,6 +1,6 @@
 """Deferred decompositions: operators that stay whole until fusions have been looked for, then expand as Inductor expands them.
 
-With nothing fused the expanded graph is Inductor's own, node for node.
+With nothing fused the expanded graph is Inductor's own, node for node, but for a product's input that ``beta=0`` leaves out.
 """
 
 from __future__ import annotations
@@ -51,7 +51,19 @@ TAGS = (
 
 def capture_table(settings: Mapping[str, Any]) -> dict[Any, Callable[..., Any]]:
     """The decompositions to capture with: Inductor's under these settings, without the deferred ones."""
-    return {op: how for op, how in compat.decompositions(**settings).items() if op not in DEFERRED}
+    table = {op: how for op, how in compat.decompositions(**settings).items() if op not in DEFERRED}
+    return table | {op: _without_unused_input(op, table.get(op)) for op in (aten.addmm.default, aten.baddbmm.default)}
+
+
+def _without_unused_input(op: Any, usual: Callable[..., Any] | None) -> Callable[..., Any]:
+    """``beta=0`` means that the input is not looked at; Inductor multiplies it by zero, and NaN stays NaN (pytorch#196596)."""
+
+    def decompose(self: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1, alpha: Any = 1) -> Any:
+        if isinstance(beta, (int, float)) and beta == 0:
+            return op(self.new_zeros(self.shape), a, b, beta=1, alpha=alpha)
+        return NotImplemented if usual is None else usual(self, a, b, beta=beta, alpha=alpha)
+
+    return decompose
 
 
 def expand_deferred(graph: Graph, traces: TraceCache) -> None:

@@ -21,8 +21,8 @@ from . import compat
 from .values import metadata
 
 log = logging.getLogger(__name__)
-DEVICES = ("cpu",)
-"""Where it is used. On a GPU autograd runs the backward in a thread of its own, and no GPU has run the test of that yet."""
+DEVICES = ("cpu", "cuda")
+"""Where it was tested: on a GPU autograd runs the backward in a thread of its own."""
 NUMBERS = (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 

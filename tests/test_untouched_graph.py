@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxfuse
-from fxfuse import compat
+from fxfuse import compat, deferred
 
 FP32, BF16 = torch.float32, torch.bfloat16
 Signature = list[tuple[str, ...]]
@@ -165,3 +166,15 @@ def test_results_are_inductors_bit_for_bit(build: Callable[[], nn.Module], monke
         results.append([out, leaf.grad, *[p.grad.clone() for p in model.parameters()]])
     for ours, theirs in zip(*results, strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_an_input_that_beta_leaves_out_is_not_read() -> None:
+    """Inductor multiplies it by zero, and a NaN in it comes through."""
+
+    def products(left_out: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        batches = torch.baddbmm(left_out, a.expand(1, 3, 4), b.expand(1, 4, 5), beta=0)
+        return F.relu(torch.addmm(left_out, a, b, beta=0, alpha=2)), torch.addmm(left_out, a, b, beta=0.0), batches
+
+    shapes = [torch.empty(5), torch.empty(3, 4), torch.empty(4, 5)]
+    graph = make_fx(products, deferred.capture_table({}))(*shapes).graph
+    assert not next(iter(graph.find_nodes(op="placeholder"))).users

@@ -3,7 +3,7 @@
 
     python run.py none ...        plain eager, no torch.compile: shows that the cases themselves hold
     python run.py BACKEND [--dir part_a] [--case SUBSTR] [--device cpu|cuda]
-                  [--timeout 120] [--json OUT] [--import MODULE] [-v]
+                  [--timeout 120] [--jobs 1] [--json OUT] [--import MODULE] [-v]
     python run.py BACKEND --serve   many cases in one process: a file name a line on standard input; answers the status
                                     of each and then the line DONE
 
@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 
@@ -186,6 +187,45 @@ def serve(backend, device, extra_import):
         print("DONE", flush=True)
 
 
+def in_a_process(f, a, shared):
+    """Runs one case and prints its line."""
+    tmp = tempfile.mkdtemp(prefix="corpus_")         # plan caches: fresh for each case
+    env = dict(os.environ, TORCHINDUCTOR_CACHE_DIR=shared, TORCHINDUCTOR_FX_GRAPH_CACHE="0",
+               TORCHINDUCTOR_AUTOGRAD_CACHE="0",
+               TRITON_CACHE_DIR=os.path.join(tmp, "tri"), FXFUSE_CACHE_DIR=os.path.join(tmp, "fx"),
+               TORCHINDUCTOR_COMPILE_THREADS="1", PYTHONPATH=HERE + os.pathsep + os.environ.get("PYTHONPATH", ""))
+    t0 = time.time()
+    meta = {}
+    for line in open(f):
+        for k in ("SOURCE", "KIND"):
+            if line.startswith(k + " "):
+                meta[k] = line.split("=", 1)[1].strip().strip("'\"")
+    cmd = [sys.executable, __file__, a.backend, "--one", f, "--device", a.device] + \
+          (["--import", a.imp] if a.imp else []) + (["-v"] if a.v else [])
+    try:
+        p = subprocess.run(cmd, env=env, capture_output=True, text=True, timeout=a.timeout)
+        last = (p.stdout.strip().splitlines() or [""])[-1]
+        if p.returncode == 0 and last.startswith("SKIP"):
+            st, det = "SKIP", last[5:]
+        elif p.returncode == 0 and last == "PASS":
+            st, det = "PASS", ""
+        elif last.startswith("WRONG"):
+            st, det = "FAIL(wrong)", last[6:]
+        elif last.startswith("RAISE"):
+            st, det = "FAIL(raise)", last[6:]
+        else:
+            st, det = "FAIL(crash)", f"rc={p.returncode} " + " ".join(p.stderr.split())[-200:]
+        if a.v and st.startswith("FAIL"):
+            print(p.stderr[-3000:])
+    except subprocess.TimeoutExpired:
+        st, det = "FAIL(timeout)", f"{a.timeout:.0f}s"
+    shutil.rmtree(tmp, ignore_errors=True)
+    name = os.path.basename(os.path.dirname(f)) + "/" + os.path.basename(f)[:-3]
+    dt = time.time() - t0
+    print(f"{st:13s} {name:44s} [{meta.get('KIND', '')}] {dt:5.1f}s {det[:170]}", flush=True)
+    return dict(case=name, status=st, detail=det, seconds=round(dt, 1), **meta)
+
+
 def main():
     ap = argparse.ArgumentParser()
     ap.add_argument("backend")
@@ -197,6 +237,7 @@ def main():
     ap.add_argument("--import", dest="imp", default="")
     ap.add_argument("--one")
     ap.add_argument("--serve", action="store_true")
+    ap.add_argument("--jobs", type=int, default=1, help="cases at a time")
     ap.add_argument("-v", action="store_true")
     a = ap.parse_args()
     if a.serve:
@@ -219,44 +260,9 @@ def main():
 
     dirs = a.dir or ["part_a"]
     files = [f for d in dirs for f in sorted(glob.glob(os.path.join(HERE, d, "case_*.py"))) if a.case in f]
-    res = []
     shared = tempfile.mkdtemp(prefix="corpus_gen_")      # generated sources and binaries only (content-addressed)
-    for f in files:
-        tmp = tempfile.mkdtemp(prefix="corpus_")         # plan caches: fresh for each case
-        env = dict(os.environ, TORCHINDUCTOR_CACHE_DIR=shared, TORCHINDUCTOR_FX_GRAPH_CACHE="0",
-                   TORCHINDUCTOR_AUTOGRAD_CACHE="0",
-                   TRITON_CACHE_DIR=os.path.join(tmp, "tri"), FXFUSE_CACHE_DIR=os.path.join(tmp, "fx"),
-                   TORCHINDUCTOR_COMPILE_THREADS="1", PYTHONPATH=HERE + os.pathsep + os.environ.get("PYTHONPATH", ""))
-        t0 = time.time()
-        meta = {}
-        for line in open(f):
-            for k in ("SOURCE", "KIND"):
-                if line.startswith(k + " "):
-                    meta[k] = line.split("=", 1)[1].strip().strip("'\"")
-        cmd = [sys.executable, __file__, a.backend, "--one", f, "--device", a.device] + \
-              (["--import", a.imp] if a.imp else []) + (["-v"] if a.v else [])
-        try:
-            p = subprocess.run(cmd, env=env, capture_output=True, text=True, timeout=a.timeout)
-            last = (p.stdout.strip().splitlines() or [""])[-1]
-            if p.returncode == 0 and last.startswith("SKIP"):
-                st, det = "SKIP", last[5:]
-            elif p.returncode == 0 and last == "PASS":
-                st, det = "PASS", ""
-            elif last.startswith("WRONG"):
-                st, det = "FAIL(wrong)", last[6:]
-            elif last.startswith("RAISE"):
-                st, det = "FAIL(raise)", last[6:]
-            else:
-                st, det = "FAIL(crash)", f"rc={p.returncode} " + " ".join(p.stderr.split())[-200:]
-            if a.v and st.startswith("FAIL"):
-                print(p.stderr[-3000:])
-        except subprocess.TimeoutExpired:
-            st, det = "FAIL(timeout)", f"{a.timeout:.0f}s"
-        shutil.rmtree(tmp, ignore_errors=True)
-        name = os.path.basename(os.path.dirname(f)) + "/" + os.path.basename(f)[:-3]
-        dt = time.time() - t0
-        res.append(dict(case=name, status=st, detail=det, seconds=round(dt, 1), **meta))
-        print(f"{st:13s} {name:44s} [{meta.get('KIND', '')}] {dt:5.1f}s {det[:170]}", flush=True)
+    with ThreadPoolExecutor(a.jobs) as pool:
+        res = list(pool.map(lambda f: in_a_process(f, a, shared), files))
     shutil.rmtree(shared, ignore_errors=True)
     n = lambda s: sum(r["status"].startswith(s) for r in res)
     print(f"SUMMARY backend={a.backend} device={a.device} cases={len(res)} pass={n('PASS')} "
