@@ -1,11 +1,15 @@
 """Mixture-of-experts blocks: eager, Inductor and fxfuse on the same tensors in one process.
 
-    python benchmarks/moe.py [--blocks NAME ...] [--tokens N ...] [--forms masked sorted] [--rounds N]     on a GPU
+    python benchmarks/moe.py [--blocks NAME ...] [--tokens N ...] [--forms masked sorted] [--routing NAME ...] [--rounds N]
     python benchmarks/moe.py --blocks tiny --tokens 64                     the same on a CPU, to see that it works
     python benchmarks/moe.py --compile                                     our pass by number of layers, on a CPU
 
 The block is what transformers runs as ``grouped_mm``: ``masked`` as in 5.17, which zeroes rows after each step, ``sorted`` as
-in 5.24. bf16, random data, tokens spread evenly over the experts, gradients of x, both weights and the router weights.
+in 5.24. bf16, random data, gradients of x, weights, biases and the router weights. GPT-OSS has biases, clamps and weights that
+are stored (in, out), its gates and ups alternating; DeepSeek's block is one rank's of eight.
+
+routing       even: every expert as likely as any other; zipf: the r-th with odds r^-1.2; idle: one expert without tokens;
+              one: each token takes the same experts
 
 ms            median over rounds in random order with idle gaps (CUDA events, L2 flushed)
 speed-up      time of Inductor over this time, in the same run
@@ -19,6 +23,7 @@ host us       until the call returns, the GPU being idle: of the forward, or in 
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
 import random
 import statistics
@@ -51,28 +56,37 @@ IDLE_SECONDS = 0.1
 
 
 class Block(NamedTuple):
-    """Widths of a block, and the dtype of its router weights."""
+    """Widths of a block, the dtype of its router weights, and whether it is GPT-OSS's kind."""
 
     experts: int
     hidden: int
     inner: int
     chosen: int
     router: torch.dtype = torch.bfloat16
+    oss: bool = False
 
 
 BLOCKS = {
     "Qwen3-30B-A3B": Block(128, 2048, 768, 8),
     "OLMoE": Block(64, 2048, 1024, 8),
     "Mixtral": Block(8, 4096, 14336, 2, torch.float32),
+    "GPT-OSS-20B": Block(32, 2880, 2880, 4, oss=True),
+    "DeepSeek-V3 EP8": Block(32, 7168, 2048, 8),
     "tiny": Block(4, 64, 48, 2),
+    "tiny OSS": Block(4, 64, 48, 2, oss=True),
 }
+LIMIT, ALPHA = 7.0, 1.702
 
 
 # ------------------------------------------------------------------------------------------------ the block
 
 
-def experts(x: Tensor, p: Tensor, w_up: Tensor, w_down: Tensor, ids: Tensor, masked: bool) -> Tensor:
-    """Rows (T, H) through the K experts ``ids`` of each, weighted with ``p`` (T, K): transformers' ``grouped_mm``."""
+def experts(x: Tensor, p: Tensor, w_up: Tensor, w_down: Tensor, *rest: Any) -> Tensor:
+    """Rows (T, H) through the K experts ``ids`` of each, weighted with ``p`` (T, K): transformers' ``grouped_mm``.
+
+    ``rest``: in GPT-OSS's kind both biases, then ids, and whether rows are zeroed after each step.
+    """
+    *biases, ids, masked = rest
     count, (tokens, chosen) = len(w_up), ids.shape
     expert, order = torch.sort(ids.reshape(-1))
     countable = expert.int() if x.is_cuda else expert.float()
@@ -82,34 +96,62 @@ def experts(x: Tensor, p: Tensor, w_up: Tensor, w_down: Tensor, ids: Tensor, mas
     def cut(rows: Tensor) -> Tensor:
         return rows.masked_fill(outside, 0.0) if masked else rows
 
-    h = cut(F.grouped_mm(cut(x[order // chosen]), w_up.transpose(-2, -1), offs=ends))
-    gate, up = h.chunk(2, dim=-1)
-    y = cut(F.grouped_mm(F.silu(gate) * up, w_down.transpose(-2, -1), offs=ends))
+    rows = cut(x[order // chosen])
+    if biases:
+        of_rows = expert.clamp(max=count - 1) if masked else expert
+        a = clamped_gate(cut(F.grouped_mm(rows, w_up, offs=ends) + biases[0][of_rows]))
+        y = cut(F.grouped_mm(a, w_down, offs=ends) + biases[1][of_rows])
+    else:
+        gate, up = cut(F.grouped_mm(rows, w_up.transpose(-2, -1), offs=ends)).chunk(2, dim=-1)
+        y = cut(F.grouped_mm(F.silu(gate) * up, w_down.transpose(-2, -1), offs=ends))
     y = y * p.reshape(-1)[order].unsqueeze(-1)
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(order.size(0), device=x.device)
     return y[inverse].view(tokens, chosen, x.size(-1)).sum(dim=1).to(x.dtype)
 
 
-def one_by_one(x: Tensor, p: Tensor, w_up: Tensor, w_down: Tensor, ids: Tensor) -> Tensor:
+def clamped_gate(h: Tensor) -> Tensor:
+    """GPT-OSS's activation of (S, 2 I), gates at even columns."""
+    gate, up = h[..., ::2].clamp(max=LIMIT), h[..., 1::2].clamp(-LIMIT, LIMIT)
+    return gate * torch.sigmoid(gate * ALPHA) * (up + 1)
+
+
+def one_by_one(x: Tensor, p: Tensor, w_up: Tensor, w_down: Tensor, *rest: Tensor) -> Tensor:
     """The same, expert after expert: the reference."""
+    *biases, ids = rest
     out = torch.zeros_like(x)
     for e, (up_rows, down_rows) in enumerate(zip(w_up.unbind(), w_down.unbind(), strict=True)):
         token, k = torch.where(ids == e)
-        gate, up = (x[token] @ up_rows.T).chunk(2, dim=-1)
-        out = out.index_add(0, token, (F.silu(gate) * up) @ down_rows.T * p[token, k, None])
+        if biases:
+            y = clamped_gate(x[token] @ up_rows + biases[0][e]) @ down_rows + biases[1][e]
+        else:
+            gate, up = (x[token] @ up_rows.T).chunk(2, dim=-1)
+            y = (F.silu(gate) * up) @ down_rows.T
+        out = out.index_add(0, token, y * p[token, k, None])
     return out
 
 
-def arguments(block: Block, tokens: int, device: str) -> tuple[list[Tensor], Tensor]:
-    """x, router weights, both weights; and the expert ids."""
+def arguments(block: Block, tokens: int, routing: str, device: str) -> tuple[list[Tensor], Tensor]:
+    """x, router weights, both weights and biases; and the expert ids."""
     torch.manual_seed(0)
-    p, ids = torch.randn(tokens, block.experts, device=device).softmax(-1).topk(block.chosen)
+    odds = torch.zeros(block.experts, device=device)
+    if routing == "zipf":
+        odds = -1.2 * torch.arange(1, block.experts + 1, device=device).log()
+    elif routing == "idle":
+        odds[block.experts // 2] = float("-inf")
+    elif routing == "one":
+        odds[: block.chosen] = 1e4
+    noise = torch.rand(tokens, block.experts, device=device).clamp_(1e-7, 1 - 1e-7)
+    ids = (odds - noise.log_().neg_().log_()).topk(block.chosen).indices
+    p = torch.rand(tokens, block.chosen, device=device)
+    wide = [(2 * block.inner, block.hidden), (block.hidden, block.inner)]
+    weights = [torch.randn(block.experts, *w, device=device, dtype=torch.bfloat16).mul_(w[1] ** -0.5) for w in wide]
+    biases: list[Tensor] = []
+    if block.oss:
+        weights = [w.transpose(1, 2).contiguous() for w in weights]
+        biases = [torch.randn(block.experts, n, device=device, dtype=torch.bfloat16) for n, _ in wide]
     x = torch.randn(tokens, block.hidden, device=device).bfloat16()
-    w_up = torch.randn(block.experts, 2 * block.inner, block.hidden, device=device, dtype=torch.bfloat16)
-    w_down = torch.randn(block.experts, block.hidden, block.inner, device=device, dtype=torch.bfloat16)
-    p = (p / p.sum(-1, keepdim=True)).to(block.router)
-    return [x, p, w_up.mul_(block.hidden**-0.5), w_down.mul_(block.inner**-0.5)], ids
+    return [x, (p / p.sum(-1, keepdim=True)).to(block.router), *weights, *biases], ids
 
 
 # ------------------------------------------------------------------------------------------------ what is measured of a call
@@ -187,9 +229,9 @@ def truth(args: list[Tensor], ids: Tensor, grad: Tensor) -> Values:
     return (out.detach(), *torch.autograd.grad(out, doubles, grad.double()))
 
 
-def compare(name: str, tokens: int, forms: Sequence[str], rounds: int, device: str) -> list[dict[str, Any]]:
+def compare(name: str, tokens: int, routing: str, forms: Sequence[str], rounds: int, device: str) -> list[dict[str, Any]]:
     """A row for each form, mode and contender."""
-    args, ids = arguments(BLOCKS[name], tokens, device)
+    args, ids = arguments(BLOCKS[name], tokens, routing, device)
     grad = torch.randn_like(args[0])
     exact = truth(args, ids, grad)
     rows = []
@@ -204,7 +246,7 @@ def compare(name: str, tokens: int, forms: Sequence[str], rounds: int, device: s
                 fused = ", ".join(f"{f.name}: {f.kernel}" for f in fxfuse.last_report().fused) or "none"
                 wrong = {c for c in CONTENDERS if any(not g <= 1.5 * e + 1e-6 for g, e in zip(off[c], off["eager"], strict=True))}
                 for mode in MODES[1:] if train else MODES[:1]:
-                    key = {"block": name, "tokens": tokens, "form": form, "mode": mode}
+                    key = {"block": name, "tokens": tokens, "routing": routing, "form": form, "mode": mode}
                     for found in _rows(ways, mode, off, wrong, rounds, device):
                         rows.append(key | found | {"fused": fused if found["contender"] == "fxfuse" else "-"})
                         print(rows[-1], flush=True)
@@ -311,9 +353,10 @@ def compile_table(layers: Sequence[int], forms: Sequence[str]) -> list[dict[str,
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", nargs="+", choices=list(BLOCKS), default=[name for name in BLOCKS if name != "tiny"])
+    parser.add_argument("--blocks", nargs="+", choices=list(BLOCKS), default=[name for name in BLOCKS if "tiny" not in name])
     parser.add_argument("--tokens", nargs="+", type=int, default=[64, 8192])
     parser.add_argument("--forms", nargs="+", choices=["masked", "sorted"], default=["masked", "sorted"])
+    parser.add_argument("--routing", nargs="+", choices=["even", "zipf", "idle", "one"], default=["even"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--compile", action="store_true", help="only our pass by number of layers")
     parser.add_argument("--layers", nargs="+", type=int, default=[1, 48], help="for --compile")
@@ -322,10 +365,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         record("moe_compile", "our pass over mixture-of-experts layers, training", compile_table(args.layers, args.forms))
         return
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu" and args.blocks != ["tiny"]:
+    if device == "cpu" and any("tiny" not in name for name in args.blocks):
         raise SystemExit("benchmarks/moe.py measures GPU kernels and there is no GPU here; --blocks tiny runs on a CPU")
-    cases = [(name, tokens) for name in args.blocks for tokens in args.tokens]
-    rows = [row for name, tokens in cases for row in compare(name, tokens, args.forms, args.rounds, device)]
+    cases = itertools.product(args.blocks, args.tokens, args.routing)
+    rows = [row for case in cases for row in compare(*case, args.forms, args.rounds, device)]
     worst = min(r["speed-up"] for r in rows if r["contender"] == "fxfuse")
     record(f"moe_{device}", f"mixture-of-experts blocks, bf16, {device}; worst speed-up over Inductor {worst}", rows)
 

@@ -215,7 +215,7 @@ def _line(work: Work, ms: float | None, off: float | None, top: Rates) -> dict[s
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", nargs="+", choices=list(BLOCKS), default=[name for name in BLOCKS if name != "tiny"])
+    parser.add_argument("--blocks", nargs="+", choices=list(BLOCKS), default=[name for name in BLOCKS if "tiny" not in name])
     parser.add_argument("--tokens", nargs="+", type=int, default=[64, 8192])
     parser.add_argument("--paths", nargs="+", choices=list(kernels.PATHS), default=list(kernels.PATHS))
     parser.add_argument("--rounds", type=int, default=5)

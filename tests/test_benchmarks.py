@@ -25,9 +25,13 @@ def moe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     return moe
 
 
+@pytest.mark.parametrize("routing", ["even", "zipf", "idle", "one"])
 @pytest.mark.parametrize("masked", [True, False])
-def test_moe_block_computes_its_reference(moe: ModuleType, masked: bool) -> None:
-    args, ids = moe.arguments(moe.BLOCKS["tiny"], 13, "cpu")
+@pytest.mark.parametrize("name", ["tiny", "tiny OSS"])
+def test_moe_block_computes_its_reference(moe: ModuleType, name: str, masked: bool, routing: str) -> None:
+    args, ids = moe.arguments(moe.BLOCKS[name], 13, routing, "cpu")
+    if routing in ("idle", "one"):
+        assert len(ids.unique()) == {"idle": 3, "one": 2}[routing]
     args = [a.float().requires_grad_() for a in args]
     grad = torch.randn(13, moe.BLOCKS["tiny"].hidden)
     exact = moe.truth(args, ids, grad)
@@ -37,7 +41,7 @@ def test_moe_block_computes_its_reference(moe: ModuleType, masked: bool) -> None
 
 
 def test_moe_wrong_contender_gets_no_time(moe: ModuleType) -> None:
-    args, ids = moe.arguments(moe.BLOCKS["tiny"], 13, "cpu")
+    args, ids = moe.arguments(moe.BLOCKS["tiny"], 13, "even", "cpu")
     args = [a.requires_grad_() for a in args]
     ways = {c: moe.Contender("eager", args, ids, False, torch.randn_like(args[0])) for c in moe.CONTENDERS}
     off = {"eager": [1e-3, 4e-3], "inductor": [1e-3, 5e-3], "fxfuse": [1e-3, 7e-3]}
