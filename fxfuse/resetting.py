@@ -5,6 +5,7 @@ from __future__ import annotations
 from . import amax, compat, measure
 from .dispatch import drop_plans
 from .errors import forget_warnings
+from .kernels import plans
 from .ops.define import forget_failed_launches
 from .pattern import TraceCache
 
@@ -20,4 +21,5 @@ def reset() -> None:
     TraceCache.clear()
     forget_warnings()
     forget_failed_launches()
+    plans.forget()
     compat.reset_cudagraphs()

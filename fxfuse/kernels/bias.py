@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import on, rows_contiguous
+from .launch import rows_contiguous
+from .plans import Operand, planned
+from .prepared import Launch
 
 ROWS, COLUMNS = 64, 64
 
@@ -48,14 +52,22 @@ def bias_kernel(
 
 def bias_gradient(d: Tensor, ends: Tensor, weights: Tensor | None = None, gather: Tensor | None = None) -> Tensor:
     """As ``reference.bias_gradient``."""
-    out = d.new_empty(ends.shape[0], d.shape[1])
-    if out.numel() == 0:
+    return _bias_gradient(rows_contiguous(d), ends, weights, gather)
+
+
+@planned
+def _bias_gradient(
+    precision: str, d: Operand, ends: Operand, weights: Operand | None, gather: Operand | None
+) -> Callable[..., Tensor]:
+    experts, columns, rows = ends.shape[0], d.shape[1], d.shape[0] if gather is None else gather.shape[0]
+    launch = Launch(
+        bias_kernel, (experts, triton.cdiv(columns, COLUMNS)), d.device, (rows, columns, d.stride[0]),
+        TM=ROWS, TN=COLUMNS, WEIGHTS=weights is not None, GATHER=gather is not None, num_warps=4,
+    )  # fmt: skip
+
+    def run(d: Tensor, ends: Tensor, weights: Tensor | None, gather: Tensor | None) -> Tensor:
+        out = d.new_empty(experts, columns)
+        launch(d, weights, gather, ends, out)
         return out
-    rows = d.shape[0] if gather is None else gather.shape[0]
-    d = rows_contiguous(d)
-    with on(d.device):
-        bias_kernel[(ends.shape[0], triton.cdiv(d.shape[1], COLUMNS))](
-            d, weights, gather, ends, out, rows, d.shape[1], d.stride(0),
-            TM=ROWS, TN=COLUMNS, WEIGHTS=weights is not None, GATHER=gather is not None, num_warps=4,
-        )  # fmt: skip
-    return out
+
+    return run

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import on, rows_contiguous
+from .launch import rows_contiguous
+from .plans import Operand, planned
+from .prepared import Launch
 
 COLUMNS = 1024
 
@@ -57,17 +60,33 @@ def combine(
     y: Tensor, p: Tensor | None, b_down: Tensor | None, ids: Tensor, inverse: Tensor, ends: Tensor, like: Tensor
 ) -> Tensor:
     """As ``reference.combine``."""
-    (tokens, chosen), width = ids.shape, y.shape[1]
-    out = torch.empty(tokens, width, dtype=like.dtype, device=y.device)
-    if out.numel() == 0:
-        return out
-    y, inverse = rows_contiguous(y), inverse.contiguous()
     b_down = None if b_down is None else rows_contiguous(b_down)
+    return _combine(rows_contiguous(y), p, b_down, ids, inverse.contiguous(), ends, like)
+
+
+@planned
+def _combine(
+    precision: str,
+    y: Operand,
+    p: Operand | None,
+    b_down: Operand | None,
+    ids: Operand,
+    inverse: Operand,
+    ends: Operand,
+    like: Operand,
+) -> Callable[..., Tensor]:
+    (tokens, chosen), width = ids.shape, y.shape[1]
     columns = min(COLUMNS, triton.next_power_of_2(width))
-    with on(y.device):
-        combine_kernel[(tokens, triton.cdiv(width, columns))](
-            y, p, b_down, ids, inverse, ends, out, width, ends.shape[0], chosen,
-            y.stride(0), *((0, 0) if p is None else p.stride()), *ids.stride(), 0 if b_down is None else b_down.stride(0),
-            TN=columns, WEIGHTS=p is not None, BIAS=b_down is not None, num_warps=4 if columns > 256 else 1,
-        )  # fmt: skip
-    return out
+    launch = Launch(
+        combine_kernel, (tokens, triton.cdiv(width, columns)), y.device,
+        (width, ends.shape[0], chosen, y.stride[0], *((0, 0) if p is None else p.stride), *ids.stride,
+         0 if b_down is None else b_down.stride[0]),
+        TN=columns, WEIGHTS=p is not None, BIAS=b_down is not None, num_warps=4 if columns > 256 else 1,
+    )  # fmt: skip
+
+    def run(y: Tensor, p: Tensor | None, bias: Tensor | None, ids: Tensor, inverse: Tensor, ends: Tensor, like: Tensor) -> Tensor:
+        out = like.new_empty(tokens, width)
+        launch(y, p, bias, ids, inverse, ends, out)
+        return out
+
+    return run

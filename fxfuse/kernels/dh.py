@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .activations import differentiated
-from .launch import MANY, Config, Table, chosen, experts_block, on, precision, row_tiles, rows_contiguous, widened
+from .launch import MANY, Config, Table, chosen, experts_block, row_tiles, rows_contiguous, widened
+from .plans import Operand, planned
+from .prepared import Launch
 from .tiles import grouped_order, in_halves, product, rows_of_tile
 from .up import FORMS
 
@@ -203,28 +207,48 @@ def dh(
     alpha: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As ``reference.dh``."""
-    form, rows = FORMS[layout], h.shape[0]
+    grad, h, u = rows_contiguous(grad), h.contiguous(), None if u is None else u.contiguous()
+    return _dh(grad, gather, w_down, p, h, u, ends, act, layout, limit, alpha)
+
+
+@planned
+def _dh(
+    precision: str,
+    grad: Operand,
+    gather: Operand | None,
+    w_down: Operand,
+    p: Operand | None,
+    h: Operand,
+    u: Operand | None,
+    ends: Operand,
+    act: str,
+    layout: str,
+    limit: float | None,
+    alpha: float | None,
+) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
+    form, (rows, width) = FORMS[layout], h.shape
     experts, inner, half = w_down.shape
-    grad, h = rows_contiguous(grad), h.contiguous()
-    nothing = grad.new_empty(0)
-    out, scaled = h.new_empty(h.shape), grad.new_empty(rows, half)
-    out_up = nothing if u is None else u.new_empty(u.shape)
-    if rows == 0 or half == 0:
-        return out, out_up, h.new_zeros(rows, dtype=torch.float32), scaled
-    up_half, d_other = (h, out) if u is None else (u.contiguous(), out_up)
-    if layout == "concat":
-        up_half, d_other = h[:, half:], out[:, half:]
+    stride_e, stride_k, stride_n = w_down.stride
     c = chosen(CONFIGS, grad, rows, experts)
     tiles, tiles_n = row_tiles(rows, experts, c.m), triton.cdiv(half, c.n)
-    sums = h.new_empty(tiles_n, rows, dtype=torch.float32)
-    w = w_down.transpose(1, 2)
-    with on(grad.device):
-        dh_kernel[(tiles * tiles_n,)](
-            grad, gather, w, p, h, up_half, ends, out, d_other, sums, scaled, rows, half, inner, experts, tiles,
-            float(limit or 0), float(alpha or 0), grad.stride(0), *w.stride(), h.shape[1],
-            TM=c.m, TN=c.n, TK=c.k, GROUP=c.group, EXPERTS=experts_block(experts),
-            INNER=w.stride(2) == 1, WHOLE=inner % c.k == 0, GATHER=gather is not None, WEIGHTS=p is not None, FORM=form,
-            ACT=act, LIMIT=limit is not None, ALPHA=alpha is not None, SLICES=slices(c.n),
-            PRECISION=precision(grad.dtype), WIDEN=widened(grad.dtype), num_warps=c.warps, num_stages=c.stages,
-        )  # fmt: skip
-    return out, out_up, sums[0] if tiles_n == 1 else sums.sum(0), scaled
+    launch = Launch(
+        dh_kernel, (tiles * tiles_n,), grad.device,
+        (rows, half, inner, experts, tiles, float(limit or 0), float(alpha or 0), grad.stride[0], stride_e, stride_n, stride_k,
+         width),
+        {5: half, 8: half} if layout == "concat" else {},
+        TM=c.m, TN=c.n, TK=c.k, GROUP=c.group, EXPERTS=experts_block(experts),
+        INNER=stride_k == 1, WHOLE=inner % c.k == 0, GATHER=gather is not None, WEIGHTS=p is not None, FORM=form,
+        ACT=act, LIMIT=limit is not None, ALPHA=alpha is not None, SLICES=slices(c.n),
+        PRECISION=precision, WIDEN=widened(grad.dtype), num_warps=c.warps, num_stages=c.stages,
+    )  # fmt: skip
+
+    def run(
+        grad: Tensor, gather: Tensor | None, w: Tensor, p: Tensor | None, h: Tensor, u: Tensor | None, ends: Tensor, *_: object
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        out, scaled = h.new_empty(rows, width), grad.new_empty(rows, half)
+        du = grad.new_empty(0) if u is None else grad.new_empty(rows, half)
+        sums = h.new_empty(tiles_n, rows, dtype=torch.float32)
+        launch(grad, gather, w, p, h, h if u is None else u, ends, out, out if u is None else du, sums, scaled)
+        return out, du, sums[0] if tiles_n == 1 else sums.sum(0), scaled
+
+    return run

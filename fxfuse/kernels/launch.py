@@ -14,6 +14,8 @@ import torch
 import triton
 from torch import Tensor
 
+from .plans import Operand, precision  # noqa: F401
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -41,10 +43,10 @@ MANY = 1 << 62
 NEWEST = 9
 
 
-def chosen(table: Table, like: Tensor, rows: int, experts: int, products: int = 1) -> Config:
+def chosen(table: Table, like: Operand, rows: int, experts: int, products: int = 1) -> Config:
     """The configuration for these operands, by the mean number of rows an expert."""
     capability, shared = _machine(like.device)
-    size, mean = like.element_size(), rows / max(experts, 1)
+    size, mean = like.dtype.itemsize, rows / max(experts, 1)
     lines = next(table[c, size] for c in range(capability, 0, -1) if (c, size) in table)
     return next(c for limit, c in lines if mean <= limit).fitting(size, products, shared)
 
@@ -61,11 +63,6 @@ def _machine(device: torch.device) -> tuple[int, int]:
 def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Launches go to this device, whatever the current one is."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-
-
-def precision(dtype: torch.dtype) -> str:
-    """How fp32 operands are multiplied: exactly, unless torch's matmul precision allows TF32."""
-    return "tf32" if dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest" else "ieee"
 
 
 def widened(dtype: torch.dtype) -> bool:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import MANY, Config, Table, chosen, experts_block, on, precision, row_tiles, rows_contiguous, widened
+from .launch import MANY, Config, Table, chosen, experts_block, row_tiles, rows_contiguous, widened
+from .plans import Operand, planned
+from .prepared import Launch
 from .tiles import grouped_order, product, rows_of_tile
 
 FEW = ((16, Config(16, 64, 128, 4, 4)), (32, Config(32, 128, 64, 4, 4)), (64, Config(64, 128, 64, 4, 4)))
@@ -70,20 +74,30 @@ def matmul_kernel(
 
 def matmul(a: Tensor, w: Tensor, ends: Tensor, *, transposed: bool, bias: Tensor | None = None, zero_tail: bool = True) -> Tensor:
     """As ``reference.matmul``."""
-    w = w if transposed else w.transpose(1, 2)
-    rows, (experts, columns, inner) = a.shape[0], w.shape
-    out = a.new_empty(rows, columns)
-    if out.numel() == 0:
-        return out
     a, bias = rows_contiguous(a), None if bias is None else rows_contiguous(bias)
+    return _matmul(a, w, ends, transposed, bias, zero_tail)
+
+
+@planned
+def _matmul(
+    precision: str, a: Operand, w: Operand, ends: Operand, transposed: bool, bias: Operand | None, zero_tail: bool
+) -> Callable[..., Tensor]:
+    n, k = (1, 2) if transposed else (2, 1)
+    rows, experts, columns, inner = a.shape[0], w.shape[0], w.shape[n], w.shape[k]
     c = chosen(CONFIGS, a, rows, experts)
     tiles = row_tiles(rows, experts, c.m)
-    with on(a.device):
-        matmul_kernel[(tiles * triton.cdiv(columns, c.n),)](
-            a, w, bias, ends, out, rows, columns, inner, experts, tiles,
-            a.stride(0), *w.stride(), 0 if bias is None else bias.stride(0),
-            TM=c.m, TN=c.n, TK=c.k, GROUP=c.group, EXPERTS=experts_block(experts),
-            INNER=w.stride(2) == 1, WHOLE=inner % c.k == 0, BIAS=bias is not None, ZERO_TAIL=zero_tail,
-            PRECISION=precision(a.dtype), WIDEN=widened(a.dtype), num_warps=c.warps, num_stages=c.stages,
-        )  # fmt: skip
-    return out
+    launch = Launch(
+        matmul_kernel, (tiles * triton.cdiv(columns, c.n),), a.device,
+        (rows, columns, inner, experts, tiles, a.stride[0], w.stride[0], w.stride[n], w.stride[k],
+         0 if bias is None else bias.stride[0]),
+        TM=c.m, TN=c.n, TK=c.k, GROUP=c.group, EXPERTS=experts_block(experts),
+        INNER=w.stride[k] == 1, WHOLE=inner % c.k == 0, BIAS=bias is not None, ZERO_TAIL=zero_tail,
+        PRECISION=precision, WIDEN=widened(a.dtype), num_warps=c.warps, num_stages=c.stages,
+    )  # fmt: skip
+
+    def run(a: Tensor, w: Tensor, ends: Tensor, _: bool, bias: Tensor | None, *__: bool) -> Tensor:
+        out = a.new_empty(rows, columns)
+        launch(a, w, bias, ends, out)
+        return out
+
+    return run

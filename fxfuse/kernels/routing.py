@@ -1,94 +1,130 @@
 """The stable order of (token, expert) pairs by expert without a sort: each block counts, then places what it counted.
 
 A block owns consecutive pairs. A pair's place is the number of pairs of smaller experts, plus those of its own expert in the
-blocks before, plus those before it in its block. Ids outside [0, E) belong to a group E, after all others.
+blocks before, plus those before it in its block. Ids outside [0, E) belong to no expert: their pairs come after all others.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import experts_block, on
+from .plans import Operand, planned
+from .prepared import Launch
 
 BLOCKS = 128
 """At most so many: each of them reads the counts of all."""
+ALONE = 4
+"""So many steps of one block take less time than a second kernel."""
 WARPS = 8
-CELLS = 8192
-"""Of the table (pairs, experts) that a block handles at a time."""
+CELLS = 16384
+"""Of the table (pairs, experts) that a block handles in a step."""
+NOBODY = tl.constexpr(1 << 30)
 
 
 @triton.jit
-def _ids(ids, at, S, K, E, stride_t, stride_k):
-    """Groups of the pairs ``at``; E for those of no expert."""
+def _experts(ids, at, S, K, E, stride_t, stride_k):
+    """Experts of the pairs ``at``; NOBODY for those that have none, or that are past the last pair."""
     found = tl.load(ids + (at // K).to(tl.int64) * stride_t + (at % K) * stride_k, mask=at < S, other=-1)
-    return tl.where((found < 0) | (found >= E), E, found).to(tl.int32)
+    return tl.where((found < 0) | (found >= E), NOBODY, found).to(tl.int32)
+
+
+@triton.jit
+def _counted(ids, first, last, S, K, E, stride_t, stride_k, PAIRS: tl.constexpr, EXPERTS: tl.constexpr):
+    """[EXPERTS]: how many of the pairs from ``first`` to before ``last`` each expert has."""
+    groups = tl.arange(0, EXPERTS)
+    found = tl.zeros((PAIRS, EXPERTS), tl.int32)
+    for at in tl.range(first, last, PAIRS):
+        mine = _experts(ids, at + tl.arange(0, PAIRS), S, K, E, stride_t, stride_k)
+        found += (mine[:, None] == groups[None, :]).to(tl.int32)
+    return tl.sum(found, 0)
 
 
 @triton.jit(do_not_specialize=["S", "span"])
 def count_kernel(ids, counts, S, K, E, span, stride_t, stride_k, PAIRS: tl.constexpr, EXPERTS: tl.constexpr):
-    """counts (blocks, EXPERTS): how many of the block's pairs each group has."""
+    """counts (blocks, EXPERTS): how many of the block's pairs each expert has. ``span`` is a multiple of PAIRS."""
     block = tl.program_id(0)
-    groups = tl.arange(0, EXPERTS)
-    found = tl.zeros((EXPERTS,), tl.int32)
-    for first in tl.range(block * span, tl.minimum(block * span + span, S), PAIRS):
-        at = first + tl.arange(0, PAIRS)
-        mine = _ids(ids, at, S, K, E, stride_t, stride_k)
-        same = (mine[:, None] == groups[None, :]) & (at < S)[:, None]
-        found += tl.sum(same.to(tl.int32), 0)
-    tl.store(counts + block * EXPERTS + groups, found)
+    last = tl.minimum(block * span + span, S)
+    found = _counted(ids, block * span, last, S, K, E, stride_t, stride_k, PAIRS, EXPERTS)
+    tl.store(counts + block * EXPERTS + tl.arange(0, EXPERTS), found)
 
 
 @triton.jit(do_not_specialize=["S", "blocks", "span"])
 def place_kernel(
     ids, counts, order, inverse, ends, S, K, E, blocks, span, stride_t, stride_k,
-    PAIRS: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr,
+    PAIRS: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
+    """Without COUNTED there is one block, which counts first."""
     block = tl.program_id(0)
     groups = tl.arange(0, EXPERTS)
-    total = tl.zeros((EXPERTS,), tl.int32)
-    before = tl.zeros((EXPERTS,), tl.int32)
-    for first in tl.range(0, blocks, ROWS):
-        b = first + tl.arange(0, ROWS)
-        some = tl.load(counts + b[:, None] * EXPERTS + groups[None, :], mask=(b < blocks)[:, None], other=0)
-        total += tl.sum(some, 0)
-        before += tl.sum(tl.where((b < block)[:, None], some, 0), 0)
+    if COUNTED:
+        counted = tl.zeros((ROWS, EXPERTS), tl.int32)
+        earlier = tl.zeros((ROWS, EXPERTS), tl.int32)
+        for first in tl.range(0, blocks, ROWS):
+            b = first + tl.arange(0, ROWS)
+            some = tl.load(counts + b[:, None] * EXPERTS + groups[None, :], mask=(b < blocks)[:, None], other=0)
+            counted += some
+            earlier += tl.where((b < block)[:, None], some, 0)
+        total = tl.sum(counted, 0)
+        before = tl.sum(earlier, 0)
+    else:
+        total = _counted(ids, 0, S, S, K, E, stride_t, stride_k, PAIRS, EXPERTS)
+        before = tl.zeros((EXPERTS,), tl.int32)
     upto = tl.cumsum(total, 0)
     if block == 0:
         tl.store(ends + groups, upto, mask=groups < E)
-    place = upto - total + before
+    place = upto - total + before  # of the next pair of each expert
+    outside = tl.sum(total) + block * span - tl.sum(before)  # and of none
     for first in tl.range(block * span, tl.minimum(block * span + span, S), PAIRS):
         at = first + tl.arange(0, PAIRS)
-        mine = _ids(ids, at, S, K, E, stride_t, stride_k)
-        same = ((mine[:, None] == groups[None, :]) & (at < S)[:, None]).to(tl.int32)
-        upto_here = tl.cumsum(same, 0)
-        found = tl.sum(same * (place[None, :] + upto_here - 1), 1)
+        mine = _experts(ids, at, S, K, E, stride_t, stride_k)
+        like_me = (mine[:, None] == mine[None, :]) & (at[:, None] < at[None, :])
+        base = tl.gather(place, tl.minimum(mine, EXPERTS - 1), 0)
+        found = tl.where(mine == NOBODY, outside, base) + tl.sum(like_me.to(tl.int32), 0)
         tl.store(order + found, at.to(tl.int64), mask=at < S)
         tl.store(inverse + at, found.to(tl.int64), mask=at < S)
-        place += tl.sum(same, 0)
+        here = tl.sum((mine[:, None] == groups[None, :]).to(tl.int32), 0)
+        place += here
+        outside += PAIRS - tl.sum(here)
 
 
 def constants(experts: int) -> dict[str, int]:
     """What both kernels are compiled for, by the number of experts."""
-    groups = experts_block(experts)
-    return {"PAIRS": max(16, min(128, CELLS // groups)), "EXPERTS": groups, "ROWS": max(1, CELLS // groups)}
+    groups = triton.next_power_of_2(max(experts, 1))
+    return {"PAIRS": max(16, min(128, CELLS // groups)), "EXPERTS": groups, "ROWS": max(1, min(BLOCKS, CELLS // groups))}
 
 
 def route(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """As ``reference.route``."""
-    pairs, compiled = ids.numel(), constants(experts)
-    at_a_time, rows = compiled["PAIRS"], compiled.pop("ROWS")
-    span = at_a_time * max(1, triton.cdiv(pairs, at_a_time * BLOCKS))
+    return _route(ids, experts)
+
+
+@planned
+def _route(precision: str, ids: Operand, experts: int) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    (tokens, chosen), compiled = ids.shape, constants(experts)
+    pairs, step, rows = tokens * chosen, compiled["PAIRS"], compiled.pop("ROWS")
+    counted = pairs > ALONE * step
+    span = step * (max(1, triton.cdiv(pairs, step * BLOCKS)) if counted else ALONE)
     blocks = max(1, triton.cdiv(pairs, span))
-    order, inverse = (torch.empty(pairs, dtype=torch.int64, device=ids.device) for _ in range(2))
-    counts = torch.empty(blocks, compiled["EXPERTS"], dtype=torch.int32, device=ids.device)
-    ends = torch.empty(experts, dtype=torch.int32, device=ids.device)
-    with on(ids.device):
-        sizes = (pairs, max(ids.shape[1], 1), experts)
-        count_kernel[(blocks,)](ids, counts, *sizes, span, *ids.stride(), **compiled, num_warps=WARPS)
-        place_kernel[(blocks,)](
-            ids, counts, order, inverse, ends, *sizes, blocks, span, *ids.stride(), ROWS=rows, **compiled, num_warps=WARPS
-        )
-    return order, inverse, ends
+    sizes = (pairs, max(chosen, 1), experts)
+    count = Launch(count_kernel, (blocks,), ids.device, (*sizes, span, *ids.stride), **compiled, num_warps=WARPS)
+    place = Launch(
+        place_kernel, (blocks,), ids.device, (*sizes, blocks, span, *ids.stride),
+        **compiled, ROWS=rows, COUNTED=counted, num_warps=WARPS,
+    )  # fmt: skip
+
+    def run(ids: Tensor, _: int) -> tuple[Tensor, Tensor, Tensor]:
+        order, inverse = (torch.empty(pairs, dtype=torch.int64, device=ids.device) for _ in range(2))
+        ends = torch.empty(experts, dtype=torch.int32, device=ids.device)
+        counts = None
+        if counted:
+            counts = torch.empty(blocks, compiled["EXPERTS"], dtype=torch.int32, device=ids.device)
+            count(ids, counts)
+        place(ids, counts, order, inverse, ends)
+        return order, inverse, ends
+
+    return run

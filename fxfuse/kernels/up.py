@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .activations import activated
-from .launch import MANY, Config, Table, chosen, experts_block, on, precision, row_tiles, rows_contiguous, widened
+from .launch import MANY, Config, Table, chosen, experts_block, row_tiles, rows_contiguous, widened
+from .plans import Operand, planned
+from .prepared import Launch
 from .tiles import grouped_order, in_halves, product, rows_of_tile
 
 FEW = ((16, Config(16, 64, 128, 4, 3)), (32, Config(32, 64, 64, 4, 4)), (64, Config(64, 64, 64, 4, 4)))
@@ -187,32 +191,51 @@ def up(
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As ``reference.up``."""
+    x, b_gate = rows_contiguous(x), None if b_gate is None else rows_contiguous(b_gate)
+    if w_up is not None and (w_gate.stride(2) == 1) != (w_up.stride(2) == 1):
+        w_up = w_up.contiguous() if w_gate.stride(2) == 1 else w_up.transpose(1, 2).contiguous().transpose(1, 2)
+    return _up(x, gather, w_gate, w_up, b_gate, ends, act, layout, limit, alpha, save)
+
+
+@planned
+def _up(
+    precision: str,
+    x: Operand,
+    gather: Operand | None,
+    w_gate: Operand,
+    w_up: Operand | None,
+    b_gate: Operand | None,
+    ends: Operand,
+    act: str,
+    layout: str,
+    limit: float | None,
+    alpha: float | None,
+    save: bool,
+) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     form, rows = FORMS[layout], x.shape[0] if gather is None else gather.shape[0]
     experts, width, inner = w_gate.shape
     half = width // 2 if layout in ("concat", "interleaved") else width
-    a, nothing = x.new_empty(rows, half), x.new_empty(0)
-    h = x.new_empty(rows, width) if save else nothing
-    u = x.new_empty(rows, half) if save and layout == "separate" else nothing
-    if a.numel() == 0:
-        return a, h, u
-    x, b_gate = rows_contiguous(x), None if b_gate is None else rows_contiguous(b_gate)
-    gate, other, h_other, b_other = w_gate, w_gate if w_up is None else w_up, u, b_gate
-    if layout == "concat":
-        gate, other = w_gate[:, :half], w_gate[:, half:]
-        h_other = h[:, half:] if save else h
-        b_other = None if b_gate is None else b_gate[:, half:]
-    if (gate.stride(2) == 1) != (other.stride(2) == 1):
-        other = other.contiguous() if gate.stride(2) == 1 else other.transpose(1, 2).contiguous().transpose(1, 2)
+    other = w_gate if w_up is None else w_up
     c = chosen(CONFIGS, x, rows, experts, 2 if form != PLAIN else 1)
     tiles = row_tiles(rows, experts, c.m)
-    with on(x.device):
-        up_kernel[(tiles * triton.cdiv(half, c.n),)](
-            x, gather, gate, other, b_gate, b_other, ends, a, h, h_other, rows, half, inner, experts, tiles,
-            float(limit or 0), float(alpha or 0), x.stride(0), *gate.stride(), *other.stride(),
-            0 if b_gate is None else b_gate.stride(0), width,
-            TM=c.m, TN=c.n, TK=c.k, GROUP=c.group, EXPERTS=experts_block(experts),
-            INNER=gate.stride(2) == 1, WHOLE=inner % c.k == 0, GATHER=gather is not None, FORM=form,
-            BIAS=b_gate is not None, SAVE=save, ACT=act, LIMIT=limit is not None, ALPHA=alpha is not None, SLICES=slices(c.n),
-            PRECISION=precision(x.dtype), WIDEN=widened(x.dtype), num_warps=c.warps, num_stages=c.stages,
-        )  # fmt: skip
-    return a, h, u
+    launch = Launch(
+        up_kernel, (tiles * triton.cdiv(half, c.n),), x.device,
+        (rows, half, inner, experts, tiles, float(limit or 0), float(alpha or 0), x.stride[0], *w_gate.stride, *other.stride,
+         0 if b_gate is None else b_gate.stride[0], width),
+        {3: half * w_gate.stride[1], 5: half, 9: half if save else 0} if layout == "concat" else {},
+        TM=c.m, TN=c.n, TK=c.k, GROUP=c.group, EXPERTS=experts_block(experts),
+        INNER=w_gate.stride[2] == 1, WHOLE=inner % c.k == 0, GATHER=gather is not None, FORM=form,
+        BIAS=b_gate is not None, SAVE=save, ACT=act, LIMIT=limit is not None, ALPHA=alpha is not None, SLICES=slices(c.n),
+        PRECISION=precision, WIDEN=widened(x.dtype), num_warps=c.warps, num_stages=c.stages,
+    )  # fmt: skip
+
+    def run(
+        x: Tensor, gather: Tensor | None, gate: Tensor, up: Tensor | None, bias: Tensor | None, ends: Tensor, *_: object
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        a, nothing = x.new_empty(rows, half), x.new_empty(0)
+        h = x.new_empty(rows, width) if save else nothing
+        u = x.new_empty(rows, half) if save and up is not None else nothing
+        launch(x, gather, gate, gate if up is None else up, bias, bias, ends, a, h, h if layout == "concat" else u)
+        return a, h, u
+
+    return run

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import MANY, Config, Table, chosen, on, precision, rows_contiguous, widened
+from .launch import MANY, Config, Table, chosen, rows_contiguous, widened
+from .plans import Operand, planned
+from .prepared import Launch
 
 CONFIGS: Table = {
     (9, 2): ((32, Config(128, 128, 32, 8, 3)), (MANY, Config(128, 256, 64, 8, 3))),
@@ -64,17 +68,26 @@ def wgrad_kernel(
 
 def wgrad(d: Tensor, x: Tensor, gather_d: Tensor | None, gather_x: Tensor | None, ends: Tensor) -> Tensor:
     """As ``reference.wgrad``."""
+    return _wgrad(rows_contiguous(d), rows_contiguous(x), gather_d, gather_x, ends)
+
+
+@planned
+def _wgrad(
+    precision: str, d: Operand, x: Operand, gather_d: Operand | None, gather_x: Operand | None, ends: Operand
+) -> Callable[..., Tensor]:
     experts, n, m = ends.shape[0], d.shape[1], x.shape[1]
-    out = d.new_empty(experts, n, m)
-    if out.numel() == 0:
-        return out
     rows = d.shape[0] if gather_d is None else gather_d.shape[0]
-    d, x = rows_contiguous(d), rows_contiguous(x)
     c = chosen(CONFIGS, d, rows, experts)
-    with on(d.device):
-        wgrad_kernel[(experts * triton.cdiv(n, c.m) * triton.cdiv(m, c.n),)](
-            d, x, gather_d, gather_x, ends, out, rows, n, m, d.stride(0), x.stride(0),
-            TN=c.m, TM=c.n, TK=c.k, GATHER_D=gather_d is not None, GATHER_X=gather_x is not None,
-            PRECISION=precision(d.dtype), WIDEN=widened(d.dtype), num_warps=c.warps, num_stages=c.stages,
-        )  # fmt: skip
-    return out
+    launch = Launch(
+        wgrad_kernel, (experts * triton.cdiv(n, c.m) * triton.cdiv(m, c.n),), d.device,
+        (rows, n, m, d.stride[0], x.stride[0]),
+        TN=c.m, TM=c.n, TK=c.k, GATHER_D=gather_d is not None, GATHER_X=gather_x is not None,
+        PRECISION=precision, WIDEN=widened(d.dtype), num_warps=c.warps, num_stages=c.stages,
+    )  # fmt: skip
+
+    def run(d: Tensor, x: Tensor, gather_d: Tensor | None, gather_x: Tensor | None, ends: Tensor) -> Tensor:
+        out = d.new_empty(experts, n, m)
+        launch(d, x, gather_d, gather_x, ends, out)
+        return out
+
+    return run

@@ -18,7 +18,7 @@ import torch
 from contract import BF16, ENDS, F16, F32, LAYOUTS, STORED, VARIANTS, Case
 from torch import Tensor
 
-from fxfuse.kernels import path
+from fxfuse.kernels import path, plans
 from fxfuse.ops import grouped_kernels, grouped_mm
 from fxfuse.ops.grouped_mlp import _grouped_mlp, _grouped_mlp_backward
 
@@ -149,7 +149,9 @@ def test_route(tokens: int, chosen: int, experts: int, dtype: torch.dtype) -> No
 @pytest.mark.usefixtures("either_order")
 def test_route_with_blocks_of_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fxfuse.kernels.routing.BLOCKS", 2)
+    plans.forget()
     contract.check_route(PORTABLE, contract.random_ids(700, 1, 5), 5)
+    plans.forget()
 
 
 @dtypes

@@ -25,7 +25,7 @@ SHARED = {90: 232448, 80: 166912}
 """Bytes of shared memory that one block may use."""
 SPILLED = 32
 """Bytes of a thread's stack that are let pass."""
-COMMON = {"GROUP": 8, "EXPERTS": 256, "WHOLE": True, "PRECISION": "ieee", "WIDEN": False}
+COMMON = {"GROUP": 8, "EXPERTS": 256, "WHOLE": True, "PRECISION": "ieee", "WIDEN": False, "COUNTED": True}
 FLOATS = "a w w_up x h u dh du d y grad scaled out bias bias_up"
 OTHERS = {
     **dict.fromkeys(("p", "dp", "weights"), "*fp32"),

@@ -1,0 +1,164 @@
+"""Launches that are prepared once: what Triton binds, specialises and looks up at every launch is done at the first.
+
+``kernel[grid](...)`` costs 30 to 90 us of the host, and each tensor descriptor among its arguments about 10 us more; a prepared
+launch hands the addresses and what else never changes to the function that Triton compiled for the kernel's signature.
+
+The only file that knows how Triton launches.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime import driver
+
+ALIGNMENT = 16
+"""Bytes: Triton compiles a kernel anew for an address that is not a multiple."""
+MAPS = 4096
+"""Tensor maps that are kept, of 128 bytes each."""
+Box = Callable[[int], Any]
+"""A tensor descriptor of what lies at an address."""
+VERSION = tuple(int(n) for n in re.findall(r"\d+", triton.__version__)[:2])
+_knobs = triton.knobs.runtime
+
+
+class Launch:
+    """A kernel with its grid and with all of its arguments but the tensors, which come first.
+
+    Calls differ in addresses alone: one launch is always called with tensors of the same dtypes on the same device, None in the
+    same places. The first call is Triton's own, and so is one with a misaligned address, or with launch hooks.
+
+    Args:
+        kernel: takes tensors or descriptors, then ``scalars``, then constants that ``options`` names.
+        grid: how many programs; where there are none nothing is launched.
+        scalars: arguments after the tensors.
+        slots: by place, what a tensor is handed over as if not as its first element: another element, or a descriptor.
+        options: the other constants by name, and Triton's.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        device: torch.device,
+        scalars: Sequence[Any],
+        slots: Mapping[int, int | Box] | None = None,
+        **options: Any,
+    ) -> None:
+        self.kernel, self.grid, self.device, self.scalars, self.options = kernel, grid, device, tuple(scalars), options
+        self.slots = slots or {}
+        self.guarded = device.type == "cuda" and torch.cuda.device_count() > 1
+        self.direct: Callable[[Sequence[Tensor | None]], bool] | None = None
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        """On the current stream of the tensors' device."""
+        if self.guarded and torch.cuda.current_device() != self.device.index:
+            with torch.cuda.device(self.device):
+                self._launch(tensors)
+        else:
+            self._launch(tensors)
+
+    def _launch(self, tensors: Sequence[Tensor | None]) -> None:
+        hook = _knobs.launch_enter_hook
+        hooked = hook is not None and getattr(hook, "calls", True)
+        if (self.direct is None or hooked or not self.direct(tensors)) and 0 not in self.grid:
+            self._ordinary(tensors)
+
+    def _ordinary(self, tensors: Sequence[Tensor | None]) -> None:
+        """Let Triton launch, and keep what it compiled unless that was for misaligned addresses."""
+        slots = [self.slots.get(i, 0) for i in range(len(tensors))]
+        args = [None if t is None else _handed(t, slot) for t, slot in zip(tensors, slots, strict=True)]
+        compiled = self.kernel[self.grid](*args, *self.scalars, **self.options)
+        aligned = not any(isinstance(a, Tensor) and a.data_ptr() % ALIGNMENT for a in args)
+        if self.direct is None and compiled is not None and aligned:
+            after = [self.options[name] for name in self.kernel.arg_names[len(args) + len(self.scalars) :]]
+            places = [s if t is None or callable(s) else s * t.element_size() for t, s in zip(tensors, slots, strict=True)]
+            self.direct = _direct(compiled, self.grid, self.device.index, places, (*self.scalars, *after))
+
+
+def _handed(t: Tensor, slot: int | Box) -> Any:
+    if callable(slot):
+        return slot(t.data_ptr())
+    return t.as_strided((1,), (1,), t.storage_offset() + slot) if slot else t
+
+
+# ------------------------------------------------------------------------------------------------ what is private to Triton
+
+
+def _direct(
+    compiled: Any, grid: tuple[int, ...], device: int | None, slots: Sequence[int | Box], after: tuple[Any, ...]
+) -> Callable[[Sequence[Tensor | None]], bool] | None:
+    """Launches what Triton compiled, unless an address is misaligned, and says whether; None where it is not known how.
+
+    Args:
+        slots: bytes to add to a tensor's address, or its descriptor.
+        after: all arguments after the tensors.
+    """
+    described = list(getattr(compiled.metadata, "tensordesc_meta", None) or ())
+    launch = _launcher(compiled, bool(described))
+    if launch is None or len(described) != sum(map(callable, slots)) or not all(described):
+        return None
+    handed = [_encoder(slot, described.pop(0)) if callable(slot) else slot for slot in slots]
+    x, y, z = (*grid, 1, 1)[:3]
+
+    def call(tensors: Sequence[Tensor | None]) -> bool:
+        bits, args = 0, []
+        for t, slot in zip(tensors, handed, strict=True):
+            if t is None:
+                args.append(None)
+            elif slot.__class__ is int:
+                address = t.data_ptr() + slot
+                bits |= address
+                args.append(address)
+            else:
+                args += _encoded(slot, t.data_ptr())
+        if bits % ALIGNMENT:
+            return False
+        launch(x, y, z, driver.active.get_current_stream(device), (*args, *after))
+        return True
+
+    return call
+
+
+def _launcher(compiled: Any, described: bool) -> Callable[..., Any] | None:
+    """The C function behind a compiled kernel, of x, y, z, stream and the kernel's arguments: no scratch memory, no hooks."""
+    from triton.backends import nvidia
+
+    kept = compiled.run
+    if not isinstance(kept, nvidia.driver.CudaLauncher) or kept.global_scratch_size or kept.profile_scratch_size:
+        return None
+    flags = (compiled.function, kept.launch_cooperative_grid, kept.launch_pdl)
+    if VERSION in ((3, 5), (3, 6)):  # a function for each signature, in a closure where there are descriptors to encode
+        run = _captured(kept.launch, "launcher") if described else kept.launch
+        before = (*flags, None, None, compiled.packed_metadata, None, None, None)
+        return None if run is None else lambda x, y, z, stream, args: run(x, y, z, stream, *before, *args)
+    if VERSION in ((3, 7), (3, 8)) and not getattr(kept, "gsan_enabled", False):  # one function that is told the signature
+        run = driver.active.utils.launch
+        before = (*flags, compiled.packed_metadata, *[None] * 5, kept.arg_annotations, kept.kernel_signature)
+        return lambda x, y, z, stream, args: run(x, y, z, stream, *before, args)
+    return None
+
+
+def _captured(function: Any, name: str) -> Any:
+    """What a closure knows by this name, or None."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return next((cell.cell_contents for known, cell in cells if known == name), None)
+
+
+@functools.lru_cache(maxsize=MAPS)
+def _encoded(encode: Callable[[int], Sequence[Any]], address: int) -> tuple[Any, ...]:
+    """What the C function is given for a descriptor: it depends on these arguments alone, a kept one is never stale."""
+    return tuple(encode(address))
+
+
+def _encoder(box: Box, metadata: Any) -> Callable[[int], Sequence[Any]]:
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
+    more = (None,) if VERSION >= (3, 8) else ()
+    return lambda address: make_tensordesc_arg(box(address), metadata, *more)

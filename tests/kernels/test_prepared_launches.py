@@ -1,0 +1,206 @@
+"""A launch that was prepared hands over what Triton's own would, whatever came before it; checked without a GPU."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import triton
+from absent import OPTIONAL, Absent
+from contract import BF16, F16, F32, LAYOUTS, Case
+from test_launches import launches
+from torch import Tensor
+
+from fxfuse.kernels import path, plans, prepared
+
+VERSION = prepared.VERSION
+pytestmark = pytest.mark.skipif(VERSION not in OPTIONAL, reason=f"Triton {triton.__version__} launches in its own way")
+PORTABLE = path("portable")
+
+
+@pytest.fixture
+def absent(monkeypatch: pytest.MonkeyPatch) -> Absent:
+    found = Absent()
+    found.install(monkeypatch)
+    return found
+
+
+def handed(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments of a launch, addresses for tensors, without what is for hooks."""
+    first, last = OPTIONAL[VERSION]
+    flat = [*args[:first], *args[last:-1], *(args[-1] if isinstance(args[-1], (list, tuple)) else args[-1:])]
+    return tuple(a.data_ptr() if isinstance(a, Tensor) else a for a in flat)
+
+
+@pytest.fixture
+def compared(absent: Absent, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+    """Every launch is done by Triton too, and must hand over the same; for each, whether it was a prepared one."""
+    found: list[bool] = []
+    launch = prepared.Launch._launch
+
+    def both(self: prepared.Launch, tensors: tuple[Tensor | None, ...]) -> None:
+        ordinary: list[None] = []
+        with monkeypatch.context() as patch:
+            own = prepared.Launch._ordinary
+            patch.setattr(prepared.Launch, "_ordinary", lambda s, t: (ordinary.append(None), own(s, t))[1])
+            launch(self, tensors)
+        mine = absent.launched[-1]
+        own(self, tensors)
+        assert handed(mine) == handed(absent.launched[-1])
+        found.append(not ordinary)
+
+    monkeypatch.setattr(prepared.Launch, "_launch", both)
+    yield found
+    assert found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_function_hands_over_what_triton_would(layout: str, compared: list[bool]) -> None:
+    case = Case(dtype=BF16, layout=layout, hidden=64, inner=32, limit=7, alpha=1.702)
+    for launch in launches(case).values():
+        launch()
+        compared.clear()
+        launch()
+        assert all(compared)
+
+
+def test_what_triton_specialises_on_gives_another_launch(compared: list[bool]) -> None:
+    """Shapes that are one, multiples of 16 or neither, strides, misaligned addresses, dtypes, absent tensors: in any order."""
+    ends = torch.zeros(3, dtype=torch.int32)
+
+    def rows(columns: int, pitch: int, shift: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(5 * pitch + 8, dtype=dtype)[shift:][: 4 * pitch].view(4, pitch)[:, :columns]
+
+    kinds = list(itertools.product((1, 16, 24), (32, 33), (0, 1, 8), (BF16, F32), (False, True)))
+    for columns, pitch, shift, dtype, gathers in [*kinds, *reversed(kinds)]:
+        d = rows(columns, pitch, shift, dtype)
+        gather = torch.zeros(4, dtype=torch.int64) if gathers else None
+        compared.clear()
+        PORTABLE.bias_gradient(d, ends, None, gather)
+        PORTABLE.bias_gradient(d, ends, None, gather)
+        assert compared[1] == (d.data_ptr() % 16 == 0)
+
+
+def test_sizes_beyond_32_bits(compared: list[bool]) -> None:
+    ends = torch.zeros(3, dtype=torch.int32)
+    for pitch in (2**31 - 16, 2**31, 2**31 - 16):
+        PORTABLE.bias_gradient(torch.zeros(16, dtype=BF16).as_strided((1, 16), (pitch, 1)), ends)
+
+
+def test_precision_of_fp32_products_is_looked_up_at_every_call(absent: Absent) -> None:
+    a, w, ends = torch.zeros(4, 16), torch.zeros(3, 16, 16), torch.zeros(3, dtype=torch.int32)
+    before, functions = torch.get_float32_matmul_precision(), []
+    try:
+        for allowed in ("highest", "high", "highest", "high"):
+            torch.set_float32_matmul_precision(allowed)
+            PORTABLE.matmul(a, w, ends, transposed=True)
+            functions.append(absent.launched[-1][4])
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert functions == [functions[0], functions[1]] * 2 and functions[0] != functions[1]
+
+
+def test_halves_of_a_tensor_are_handed_over_by_their_addresses(absent: Absent) -> None:
+    case = Case(dtype=F16, layout="concat", hidden=64, inner=32)
+    x, gather = case.tokens(64)
+    w = case.weight(64, 64)
+    for _ in range(2):
+        _, h, _ = PORTABLE.up(x, gather, w, None, None, case.offsets(), *case.kind(), True)
+    pointers = handed(absent.launched[-1])[-50:]
+    assert {w.data_ptr(), w[:, 32:].data_ptr(), h.data_ptr(), h[:, 32:].data_ptr()} <= set(pointers)
+
+
+@pytest.fixture
+def twice(absent: Absent) -> Callable[[], tuple[Any, ...]]:
+    """A launch that was prepared already."""
+    d, ends = torch.zeros(4, 16), torch.zeros(3, dtype=torch.int32)
+
+    def call() -> tuple[Any, ...]:
+        PORTABLE.bias_gradient(d, ends)
+        return absent.launched[-1]
+
+    call()
+    return call
+
+
+def own_launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Filled with the launches that are Triton's own from now on."""
+    found: list[Any] = []
+    own = prepared.Launch._ordinary
+    monkeypatch.setattr(prepared.Launch, "_ordinary", lambda self, tensors: (found.append(self), own(self, tensors))[1])
+    return found
+
+
+def test_the_current_stream_is_asked_for_at_every_launch(absent: Absent, twice: Callable[[], tuple[Any, ...]]) -> None:
+    for absent.stream in (7, 0, 5):
+        assert twice()[3] == absent.stream
+
+
+def test_launch_hooks_see_every_launch(twice: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    own, hook = own_launches(monkeypatch), triton.knobs.runtime.launch_enter_hook
+    twice()
+    assert not own
+    hook.add(watch := lambda metadata: None)
+    try:
+        twice()
+    finally:
+        hook.remove(watch)
+    assert len(own) == 1
+
+
+def test_launches_of_another_thread(absent: Absent, twice: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    own = own_launches(monkeypatch)
+    threads = [threading.Thread(target=twice) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(absent.launched) == 9 and not own
+
+
+def test_another_current_device(twice: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of a device that is not the current one are used there."""
+    launch = prepared.Launch(None, (1,), torch.device("cuda:0"), ())
+    launch.device, launch.guarded = torch.device("cuda", 1), True
+    entered: list[Any] = []
+
+    class Device:
+        def __init__(self, device: torch.device) -> None:
+            self.device = device
+
+        def __enter__(self) -> None:
+            entered.append(self.device)
+
+        def __exit__(self, *_: Any) -> None:
+            entered.append(None)
+
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(prepared.Launch, "_launch", lambda self, tensors: entered.append("launch"))
+    for current, want in ((0, [torch.device("cuda", 1), "launch", None]), (1, ["launch"])):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda current=current: current)
+        entered.clear()
+        launch()
+        assert entered == want
+
+
+def test_an_unknown_triton_launches_for_itself(twice: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepared, "VERSION", (4, 0))
+    plans.forget()
+    own = own_launches(monkeypatch)
+    twice()
+    twice()
+    assert len(own) == 2
+
+
+def test_plans_are_bounded_and_can_be_dropped(twice: Callable[[], Any]) -> None:
+    ends = torch.zeros(3, dtype=torch.int32)
+    (kept,) = [c for c in plans._caches if c.__wrapped__.__name__ == "_wgrad"]
+    for rows in range(plans.KEPT + 10):
+        PORTABLE.wgrad(torch.zeros(rows, 0), torch.zeros(rows, 16), None, None, ends)
+    assert kept.cache_info().currsize == plans.KEPT
+    plans.forget()
+    assert kept.cache_info().currsize == 0
