@@ -52,6 +52,7 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+@functools.cache
 def path(name: str) -> ModuleType:
     """The module with the functions of a path; loads Triton."""
     return importlib.import_module(PATHS[name].module)

@@ -18,11 +18,11 @@ from . import path
 
 def _define(schema: str, name: str, **keywords: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator of a fake: define ``fxfuse::moe_<name>``. The arguments in ``keywords`` go by keyword."""
-    operator = f"moe_{name}"
+    operator, named, last = f"moe_{name}", tuple(keywords), -1 - len(keywords)
 
     def call(module: Any, args: tuple[Any, ...]) -> Any:
-        positional = args[: len(args) - 1 - len(keywords)]
-        return getattr(module, name)(*positional, **dict(zip(keywords, args[len(positional) : -1], strict=True)))
+        function = getattr(module, name)
+        return function(*args[:last], **dict(zip(named, args[last:-1], strict=True))) if named else function(*args[:-1])
 
     def twin(*args: Any) -> Any:
         from . import reference

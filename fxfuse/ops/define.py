@@ -86,8 +86,10 @@ def launch(name: str, kernel: Callable[..., Any], reference: Callable[..., Any])
             return reference(*args)
         try:
             faults.point("launch")
-            with _no_autocast(args):
-                return kernel(*args)
+            if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+                with _no_autocast(args):
+                    return kernel(*args)
+            return kernel(*args)
         except Exception as error:
             result = reference(*args)  # raises the same where the arguments are at fault
             text = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -103,8 +105,7 @@ def launch(name: str, kernel: Callable[..., Any], reference: Callable[..., Any])
 
 def _no_autocast(args: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
     """The dtypes of an operator's arguments decide, in eager as in a compiled graph."""
-    device = next((a.device.type for a in args if isinstance(a, torch.Tensor)), "cpu")
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext()
+    return torch.autocast(next((a.device.type for a in args if isinstance(a, torch.Tensor)), "cpu"), enabled=False)
 
 
 def _signature(name: str, args: Sequence[Any]) -> tuple[Any, ...]:
