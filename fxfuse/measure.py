@@ -228,20 +228,21 @@ def _even_ids(like: Tensor, experts: int) -> Tensor:
 
 def _times(target: str, candidates: Sequence[Candidate], args: Sequence[Any], milliseconds: int) -> dict[str, float]:
     """Milliseconds of the first candidate and of those others that agree with it."""
-    calls = {c.name: compat.compiled_by_inductor(c.function, args, {}) for c in candidates}
+    calls = {c: compat.compiled_by_inductor(c.function, args, {}) for c in candidates}
     (first, inline), *others = calls.items()
-    times, expected = {first: _time(inline, milliseconds)}, as_tuple(inline())
-    for name, call in others:
-        reason = disagreement(as_tuple(call()), expected)
+    times, expected = {first.name: _time(inline, milliseconds)}, as_tuple(inline())
+    for c, call in others:
+        reason = disagreement(as_tuple(call()), expected, c.tolerance)
         if reason is None:
-            times[name] = _time(call, milliseconds)
+            times[c.name] = _time(call, milliseconds)
         else:
-            warn_once(f"{target}: the lowering {name!r} is not used, its result is wrong: {reason}", cause=f"{target}:{name}")
+            text = f"{target}: the lowering {c.name!r} is not used, its result is wrong: {reason}"
+            warn_once(text, cause=f"{target}:{c.name}")
     return times
 
 
-def disagreement(got: Sequence[Tensor], expected: Sequence[Tensor]) -> str | None:
-    """How a result differs from the expected one by more than roundings do, or None."""
+def disagreement(got: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float = 0.0) -> str | None:
+    """How a result differs from the expected one by more than roundings do and ``tolerance`` says, or None."""
     for i, (g, e) in enumerate(zip(got, expected, strict=True)):
         if (g.shape, g.dtype) != (e.shape, e.dtype):  # strides are Inductor's choice
             return f"output {i} is {_text(g)} instead of {_text(e)}"
@@ -249,8 +250,9 @@ def disagreement(got: Sequence[Tensor], expected: Sequence[Tensor]) -> str | Non
             continue  # the order of equal keys is no error
         wide = torch.float64 if e.dtype is torch.float64 else torch.float32
         off = _norm(g.to(wide) - e.to(wide)) / max(_norm(e.to(wide)), 1e-30) if g.numel() else 0.0
-        if not off <= _tolerance(e.dtype):
-            return f"output {i} is off by {off:.1e}, relative in norm; {_tolerance(e.dtype):.0e} is let pass"
+        allowed = max(_tolerance(e.dtype), tolerance)
+        if not off <= allowed:
+            return f"output {i} is off by {off:.1e}, relative in norm; {allowed:.0e} is let pass"
     return None
 
 

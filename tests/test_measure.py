@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -62,6 +63,16 @@ def test_a_candidate_within_rounding_is_timed(dtype: torch.dtype) -> None:
     unit = torch.finfo(dtype).eps
     other = candidate("other", 0.5, lambda x: x * (2 + 2 * unit))
     assert times(INLINE, other, dtype=dtype) == {"inline": 1.0, "other": 0.5}
+
+
+def test_a_candidate_may_say_how_exact_its_arithmetic_is() -> None:
+    def coarse(x: Tensor) -> Tensor:
+        return x * 2.01
+
+    exact = candidate("coarse", 0.5, coarse)
+    assert set(times(INLINE, dataclasses.replace(exact, tolerance=2.0**-7))) == {"inline", "coarse"}
+    with pytest.warns(fxfuse.FxfuseWarning, match="output 0 is off by"):
+        assert set(times(INLINE, exact)) == {"inline"}
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16, F32, F64])

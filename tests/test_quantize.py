@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fxfuse
-from fxfuse.ops.quantize import LARGEST, Quantized, Scheme, _to_e2m1, amax, dequantize, quantize, scaled_mm, schemes
+from fxfuse.ops.quantize import LARGEST, Scheme, _to_e2m1, amax, dequantize, quantize, schemes
 
 RECIPES = {
     "current": fxfuse.Float8CurrentScaling(),
@@ -141,48 +140,3 @@ def test_scale_of_any_tensor_is_its_largest_magnitude_over_the_formats(values: l
 
 def test_amax_of_no_rows_is_zero() -> None:
     assert amax(torch.empty(0, 7)).item() == 0 and amax(torch.tensor([[-3.0, 2.0]])).item() == 3
-
-
-# ------------------------------------------------------------------------------------------------ the product
-
-
-def exact(q: Quantized, scheme: Scheme) -> Tensor:
-    """In fp64, one block after another."""
-    values, out = q.values.double(), torch.empty(q.values.shape, dtype=torch.float64)
-    rows, columns = scheme.block or q.values.shape
-    for place in blocks_of(values, scheme.block):
-        scale = q.scale if not scheme.block else q.scale[place[0].start // rows, place[1].start // columns]
-        out[place] = values[place] * scale.double()
-    return out
-
-
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("m, n, k", [(1, 16, 128), (130, 144, 257), (0, 16, 32), (64, 128, 384)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_product_is_the_quantised_operands(name: str, m: int, n: int, k: int, dtype: torch.dtype) -> None:
-    of_x, of_w, _ = schemes(RECIPES[name])
-    a, b, bias = quantize(random(m, k), of_x), quantize(random(n, k), of_w), random(1, n)[0].to(dtype)
-    got = scaled_mm(a, b, of_x, of_w, dtype, bias)
-    terms = exact(a, of_x), exact(b, of_w)
-    want = terms[0] @ terms[1].t() + bias.double()
-    size = terms[0].abs() @ terms[1].abs().t() + bias.double().abs()
-    step = {torch.float32: 2.0**-18, torch.bfloat16: 2.0**-8}[dtype]
-    assert got.dtype is dtype and ((got.double() - want).abs() <= step * want.abs() + 2.0**-18 * size).all()
-
-
-def vendor(a: Any, b: Any, dtype: torch.dtype) -> Tensor:
-    return torch._scaled_mm(a.values, b.values.t(), a.scale, b.scale, out_dtype=dtype)
-
-
-@pytest.mark.parametrize("gradient", [False, True])
-def test_product_is_at_least_as_exact_as_torchs_own(gradient: bool) -> None:
-    of_x, of_w, of_g = schemes(fxfuse.Float8CurrentScaling())
-    one = of_g if gradient else of_x
-    a, b = quantize(random(64, 256), one), quantize(random(48, 256), of_w)
-    want = exact(a, one) @ exact(b, of_w).t()
-    mine = (scaled_mm(a, b, one, of_w, torch.float32).double() - want).norm()
-    try:
-        theirs = vendor(a, b, torch.float32)
-    except (RuntimeError, NotImplementedError) as error:
-        pytest.skip(f"torch has no such product here: {error}")
-    assert mine <= (theirs.double() - want).norm() + 1e-6 * want.norm()

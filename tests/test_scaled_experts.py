@@ -45,7 +45,7 @@ def step(function: Callable[..., Tensor], args: Sequence[Tensor], ids: Tensor) -
     leaves = [a.detach().requires_grad_() for a in args]
     x, p, *weights = leaves
     out = function(x, ids, p, *weights)
-    cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(out.dtype)
+    cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(out)
     return [out.detach(), *torch.autograd.grad(out, leaves, cotangent)]
 
 
@@ -188,7 +188,7 @@ def test_any_number_of_tokens_in_one_plan() -> None:
         x, p, *weights = leaves
         with fxfuse.use_recipe("fp8_block"):
             out = run(x, ids, p, *weights)
-        cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(out.dtype)
+        cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(out)
         got = [out.detach(), *torch.autograd.grad(out, leaves, cotangent)]
         for a, b in zip(got, step(moe_blocks.unmasked, args, ids), strict=True):
             assert off(a, b) <= 0.12
@@ -203,7 +203,7 @@ def test_frozen_inputs(needs: Sequence[bool]) -> None:
     with fxfuse.use_recipe("fp8_block"):
         out = compiled(moe_blocks.unmasked)(x, ids, p, *weights)
     assert fxfuse.last_report().count("grouped_mlp") == 1
-    cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(out.dtype)
+    cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(out)
     got = torch.autograd.grad(out, [t for t in leaves if t.requires_grad], cotangent)
     torch._dynamo.reset()
     want = [g for g, n in zip(fused("unmasked", args, ids, RECIPES["block"])[1:], needs, strict=True) if n]

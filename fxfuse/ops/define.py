@@ -49,6 +49,8 @@ class Candidate:
     name: str
     refuses: Callable[..., str | None]
     function: Callable[..., Any]
+    tolerance: float = 0.0
+    """What its own arithmetic may take a result away from the reference's, relative in norm, besides roundings to its dtype."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,11 +61,13 @@ class FusedOp:
     reference: Callable[..., Any]
     candidates: list[Candidate] = dataclasses.field(default_factory=list)
 
-    def candidate(self, name: str, refuses: Callable[..., str | None]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def candidate(
+        self, name: str, refuses: Callable[..., str | None], tolerance: float = 0.0
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Decorator: add a candidate."""
 
         def add(function: Callable[..., Any]) -> Callable[..., Any]:
-            self.candidates.append(Candidate(name, refuses, function))
+            self.candidates.append(Candidate(name, refuses, function, tolerance))
             return function
 
         return add

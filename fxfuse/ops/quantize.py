@@ -1,6 +1,6 @@
-"""Quantised matrices: values of few bits with fp32 scales, and the product of two of them.
+"""Quantised matrices: values of few bits with fp32 scales.
 
-Symbols: R rows, C columns; the sum of a product runs over columns. A scale here is what values are multiplied with to get
+Symbols: R rows, C columns. A scale here is what values are multiplied with to get
 numbers back: ``x`` is about ``values * scale``. Formats: e4m3 up to 448, e5m2 up to 57344 (Micikevicius et al.,
 arXiv:2209.05433), e2m1 up to 6 (OCP Microscaling Formats, version 1.0), which is kept as e4m3 values.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ from ..fp8_recipes import (
     NVFP4BlockScaling,
     QuantizedRecipe,
 )
-from .define import TAGS, define, library
+from .define import TAGS, library
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0}
@@ -111,8 +111,9 @@ def _quantize(x: Tensor, scheme: Scheme) -> Quantized:
     blocks = _in_blocks(wide, scheme.block)
     largest = blocks.abs().amax((1, 3))
     inverse = _nvfp4_multiplier(largest) if scheme.format == "e2m1" else _multiplier(largest, scheme)
-    scaled = (blocks * inverse[:, None, :, None]).flatten(2, 3).flatten(0, 1)[: x.shape[0], : x.shape[1]]
-    return Quantized(_rounded(wide, scaled, scheme), inverse.reciprocal())
+    # Rounded as blocks: in the loops of the reduction, so that a GPU computes lines in one kernel that reads x once.
+    rounded = _rounded(blocks, blocks * inverse[:, None, :, None], scheme)
+    return Quantized(rounded.flatten(2, 3).flatten(0, 1)[: x.shape[0], : x.shape[1]], inverse.reciprocal())
 
 
 def _block_quantize(x: Tensor, format: str, block: Sequence[int], power_of_2: bool, margin: int) -> tuple[Tensor, Tensor]:
@@ -184,77 +185,3 @@ def _to_e2m1(x: Tensor) -> Tensor:
     size = x.abs()
     step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
     return (x / step).round() * step
-
-
-# ------------------------------------------------------------------------------------------------ the product
-
-
-@define(
-    "scaled_mm(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias, int[] a_block, int[] b_block, "
-    "ScalarType dtype, bool fast) -> Tensor"
-)
-def _scaled_mm(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None,
-    a_block: Sequence[int],
-    b_block: Sequence[int],
-    dtype: torch.dtype,
-    fast: bool,
-) -> Tensor:
-    product = dequantize(Quantized(a, a_scale), a_block) @ dequantize(Quantized(b, b_scale), b_block).t()
-    return (product if bias is None else product + bias.float()).to(dtype)
-
-
-def _no_vendor_product(
-    a: Tensor, b: Tensor, bias: Tensor | None, a_block: Sequence[int], b_block: Sequence[int], dtype: torch.dtype, **_: Any
-) -> str | None:
-    """Why ``torch._scaled_mm`` cannot be used."""
-    if list(a_block) or list(b_block):
-        return "its block scales are not used yet"
-    if a.dtype == b.dtype == E5M2:
-        return "it does not multiply e5m2 with e5m2"
-    if bias is not None and dtype is torch.float32:
-        return "it adds no bias to an fp32 result"
-    if not all(isinstance(s, int) and s % 16 == 0 for s in (b.shape[0],)):
-        return "the result's width is not a multiple of 16"
-    return None
-
-
-@_scaled_mm.candidate("extern", _no_vendor_product)
-def _scaled_mm_extern(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None,
-    a_block: Sequence[int],
-    b_block: Sequence[int],
-    dtype: torch.dtype,
-    fast: bool,
-) -> Tensor:
-    fill = -a.shape[1] % 16  # zeros add nothing to the sum
-    if not isinstance(fill, int) or fill:
-        a, b = (F.pad(t.view(torch.uint8), (0, fill)).view(t.dtype) for t in (a.contiguous(), b.contiguous()))
-    left, right = a.contiguous(), b.contiguous().t()
-    return torch.ops.aten._scaled_mm(left, right, a_scale, b_scale, bias, None, dtype, fast)
-
-
-def scaled_mm(
-    a: Quantized,
-    b: Quantized,
-    a_scheme: Scheme,
-    b_scheme: Scheme,
-    dtype: torch.dtype,
-    bias: Tensor | None = None,
-    fast: bool = False,
-) -> Tensor:
-    """``a b^T + bias`` of a (M, C) and b (N, C), added up in fp32: (M, N) in ``dtype``.
-
-    With ``fast`` a GPU may add up less exactly.
-    """
-    return torch.ops.fxfuse.scaled_mm(
-        a.values, a.scale, b.values, b.scale, bias, list(a_scheme.block), list(b_scheme.block), dtype, fast
-    )

@@ -18,7 +18,8 @@ from ..errors import RecipeError
 from ..fp8_recipes import QuantizedRecipe
 from ..recipe import Recipe, as_recipe, current_recipe, in_force
 from .dense import check_linear, rows
-from .quantize import Quantized, Scheme, dequantize, quantize, scaled_mm, schemes
+from .quantize import Quantized, Scheme, dequantize, quantize, schemes
+from .scaled_mm import scaled_mm
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
