@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from .. import kernels
 from .arguments import Check
-from .define import launch, library
+from .define import MATERIALIZED, launch, library
 
 ALIGNMENT = 16
 """Bytes to which ``torch._grouped_mm`` wants every stride."""
@@ -29,7 +29,7 @@ def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     if a.dtype is torch.bfloat16:
         left, right = _aligned(a), _aligned(b)
         if left is not None and right is not None:
-            return torch.ops.aten._grouped_mm(left, right, ends)
+            return torch.ops.aten._grouped_mm(_as_it_lies(left), _as_it_lies(right), ends)
     return torch.ops.fxfuse.grouped_mm_loop(a, b, ends)
 
 
@@ -39,6 +39,17 @@ def _aligned(t: Tensor) -> Tensor | None:
         return t
     t = t.contiguous()
     return t if _has_aligned_strides(t) else None
+
+
+def _as_it_lies(t: Tensor) -> Tensor:
+    """``t``, in a graph with the strides that it has there.
+
+    Inductor lays out an operand that it has yet to compute by rows: where ``t`` is a transposed view, its rows would have the
+    length of a group, which no alignment holds for, or of a width that is odd.
+    """
+    if t.stride(-1) == 1 or not hasattr(t, "fake_mode"):
+        return t
+    return MATERIALIZED(t.transpose(-2, -1)).transpose(-2, -1)
 
 
 def _has_aligned_strides(t: Tensor) -> bool:
