@@ -9,15 +9,16 @@ Everything is on the device: the number of tiles of rows is known to the kernel 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from .plans import Operand, planned
 
 VERSIONS = ((3, 6), (3, 9))
 """Triton from the first on, and before the second: Gluon is experimental and its functions are renamed."""
@@ -130,15 +131,44 @@ def up(
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``reference.up``: a (S, I); h (S, 2 I) or (S, I) and u (S, I), or empty tensors."""
-    rows = x.shape[0] if gather is None else gather.shape[0]
-    inner = w_gate.shape[1] // (2 if layout in ("concat", "interleaved") else 1)
-    a = _empty((rows, inner), x)
-    h, u = _before(layout, a, x) if save else (_empty((0,), x), _empty((0,), x))
-    if rows:
-        left, right = _parts(layout, w_gate, w_up, 1)
-        saved = _parts(layout, h, u, 1) if save else (a, None)
-        _mm(x, gather, left, right, a, saved, ends, _mode(layout), act, limit, alpha, save, b_gate, None)
-    return a, h, u
+    gather, w_up = None if gather is None else gather.contiguous(), None if w_up is None else _aligned(w_up)
+    return _up(_dense(x), gather, _aligned(w_gate), w_up, _lines(b_gate), ends, act, layout, limit, alpha, save)
+
+
+@planned
+def _up(
+    precision: str,
+    x: Operand,
+    gather: Operand | None,
+    w_gate: Operand,
+    w_up: Operand | None,
+    b_gate: Operand | None,
+    ends: Operand,
+    act: str,
+    layout: str,
+    limit: float | None,
+    alpha: float | None,
+    save: bool,
+) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    rows, width = (x if gather is None else gather).shape[0], w_gate.shape[1]
+    inner = width // 2 if layout in ("concat", "interleaved") else width
+    saved = _parts(layout, _dense_as((rows, width), x), _dense_as((rows, inner), x)) if save else []
+    product = _mm(
+        x, gather is not None, _parts(layout, w_gate, w_up), [View(_dense_as((rows, inner), x)), *saved], ends,
+        (_mode(layout), act, limit, alpha, save), b_gate, False,
+    )  # fmt: skip
+
+    def run(
+        x: Tensor, gather: Tensor | None, w: Tensor, w_up: Tensor | None, bias: Tensor | None, ends: Tensor, *_: object
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        a = _empty((rows, inner), x)
+        h = _empty((rows, width), x) if save else _empty((0,), x)
+        u = _empty((rows, inner), x) if save and w_up is not None else _empty((0,), x)
+        first = h if save else a
+        product(ends, x, gather, w, w if w_up is None else w_up, a, first, first if w_up is None or not save else u, bias, None)
+        return a, h, u
+
+    return run
 
 
 def matmul(
@@ -155,11 +185,23 @@ def matmul(
 
     The rows of no expert are zero also where that is not asked for.
     """
-    w = w if transposed else w.transpose(1, 2)
-    out = _empty((a.shape[0], w.shape[1]), a)
-    if a.shape[0]:
-        _mm(a, None, w, None, out, (out, None), ends, PRODUCT, "", None, None, False, bias, scale)
-    return out
+    return _matmul(_dense(a), _aligned(w), ends, transposed, _lines(bias), _floats(scale))
+
+
+@planned
+def _matmul(
+    precision: str, a: Operand, w: Operand, ends: Operand, transposed: bool, bias: Operand | None, scale: Operand | None
+) -> Callable[..., Tensor]:
+    w = w if transposed else _swapped(w)
+    out = _dense_as((a.shape[0], w.shape[1]), a)
+    product = _mm(a, False, [View(w)], [View(out)], ends, (PRODUCT, "", None, None, False), bias, scale is not None)
+
+    def run(a: Tensor, w: Tensor, ends: Tensor, _: bool, bias: Tensor | None, scale: Tensor | None) -> Tensor:
+        found = _empty(out.shape, a)
+        product(ends, a, None, w, w, found, found, found, bias, scale)
+        return found
+
+    return run
 
 
 def dh(
@@ -176,29 +218,50 @@ def dh(
     alpha: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``reference.dh``: gradients of h and u, dp (S,) fp32, p times the activation (S, I)."""
-    rows = grad if gather is None else grad.index_select(0, gather)
-    count, inner, config, kernels = rows.shape[0], w_down.shape[2], DH, _kernels()
-    scaled = _empty((count, inner), grad)
-    d, du = _before(layout, scaled, grad)
-    across = -(-inner // config.columns)
-    partial = _empty((count, across), grad, torch.float32)
-    if count == 0:
-        return d, du, partial.view(0), scaled
-    mode, quarter = _mode(layout), config.columns // 4
+    rows, u = grad if gather is None else grad.index_select(0, gather), None if u is None else _dense(u)
+    return _dh(_dense(rows), _aligned(w_down), _floats(p), _dense(h), u, ends, act, layout, limit, alpha)
+
+
+@planned
+def _dh(
+    precision: str,
+    grad: Operand,
+    w_down: Operand,
+    p: Operand | None,
+    h: Operand,
+    u: Operand | None,
+    ends: Operand,
+    act: str,
+    layout: str,
+    limit: float | None,
+    alpha: float | None,
+) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
+    (rows, width), inner, config, kernels = h.shape, w_down.shape[2], DH, _kernels()
+    across, mode, quarter = -(-inner // config.columns), _mode(layout), config.columns // 4
     block = 2 * quarter if mode == PAIRS else quarter
-    mine = _ragged(kernels, scaled, quarter)
-    before = [_dense(t) for t in _parts(layout, _dense(h), u, 1) if t is not None]
-    after = [t for t in _parts(layout, d, du, 1) if t is not None]
-    hg, hu = [*[_ragged(kernels, t, block) for t in before], mine][:2]
-    dg, dlast = [*[_ragged(kernels, t, block) for t in after], mine][:2]
-    b, order = _weight(kernels, w_down.transpose(1, 2), config.depth, config.columns)
-    weights = ends if p is None else p.float().contiguous()
-    table = _tiles(ends, count)
-    args = (_rows(kernels, rows, config.depth), b, hg, hu, dg, dlast, mine, table, weights, partial)
-    sizes = (ends.shape[0], rows.shape[1], across)
-    options = (config.stages, config.depth, config.columns, order, mode, act, limit, alpha, p is not None)
-    _launch(kernels.dh, table.shape[0] * across, config, rows, *args, *sizes, *options)
-    return d, du, partial.view(count) if across == 1 else partial.sum(1), scaled
+    scaled = View(_dense_as((rows, inner), grad))
+    before = [*_parts(layout, h, u), scaled][:2]
+    after = [*_parts(layout, _dense_as((rows, width), grad), _dense_as((rows, inner), grad)), scaled][:2]
+    b, order = _weight(View(_swapped(w_down)), config.depth, config.columns)
+    boxes = [_ragged(v, block if v is not scaled else quarter) for v in (*before, *after, scaled)]
+    tiles = Tiles(ends, rows)
+    launch = _launch(
+        kernels.dh, tiles.limit * across if rows else 0, config, grad.device, [_rows(grad, config.depth), b, *boxes],
+        (ends.shape[0], grad.shape[1], across, config.stages, config.depth, config.columns, order, mode, act, limit, alpha,
+         p is not None),
+    )  # fmt: skip
+
+    def run(
+        grad: Tensor, w: Tensor, p: Tensor | None, h: Tensor, u: Tensor | None, ends: Tensor, *_: object
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        d, a = _empty((rows, width), grad), _empty((rows, inner), grad)
+        du = _empty((rows, inner) if u is not None else (0,), grad)
+        sums = _empty((rows, across), grad, torch.float32)
+        gates, ups = ((h, d), (u, du) if u is not None else (h, d) if mode == HALVES else (a, a))
+        launch(grad, w, gates[0], ups[0], gates[1], ups[1], a, tiles(ends), ends if p is None else p, sums)
+        return d, du, sums.view(rows) if across == 1 else sums.sum(1), a
+
+    return run
 
 
 def wgrad(
@@ -207,23 +270,40 @@ def wgrad(
     """``reference.wgrad``: (E, N, M); added to ``into``, of d's dtype or fp32, if that is given."""
     d = d if gather_d is None else d.index_select(0, gather_d)
     x = x if gather_x is None else x.index_select(0, gather_x)
-    experts, config, kernels = ends.shape[0], WGRAD, _kernels()
-    out = _empty((experts, d.shape[1], x.shape[1]), d) if into is None else into
-    if d.shape[0] == 0:
-        return out.zero_() if into is None else out
-    down, across = -(-out.shape[1] // 128), -(-out.shape[2] // config.columns)
-    width = config.columns // 2 if out.element_size() == 2 else config.columns // 4
-    box = kernels.descriptor(out.data_ptr(), out.dtype, tuple(out.shape), _strides(out), (1, 64, width))
-    left = _ragged(kernels, _dense(d), 64, config.depth)
-    right = _ragged(kernels, _dense(x), config.columns, config.depth)
-    counter = torch.zeros(1, dtype=torch.int32, device=d.device)
+    return _wgrad(_dense(d), _dense(x), ends, into)
+
+
+@planned
+def _wgrad(precision: str, d: Operand, x: Operand, ends: Operand, into: Operand | None) -> Callable[..., Tensor]:
+    (rows, n), m, experts, config = d.shape, x.shape[1], ends.shape[0], WGRAD
+    out = _dense_as((experts, n, m), d) if into is None else into
+    down, across = -(-n // 128), -(-m // config.columns)
+    width = config.columns // 2 if out.dtype.itemsize == 2 else config.columns // 4
+    boxes = [_ragged(View(d), 64, config.depth), _ragged(View(x), config.columns, config.depth), _box(View(out), (1, 64, width))]
     tiles = experts * down * across
-    options = (config.stages, config.depth, config.columns, into is not None)
-    _launch(kernels.wgrad, tiles, config, d, left, right, box, ends, counter, tiles, down, across, *options)
-    return out
+    launch = _launch(
+        _kernels().wgrad, tiles if rows else 0, config, d.device, boxes,
+        (tiles, down, across, config.stages, config.depth, config.columns, into is not None),
+    )  # fmt: skip
+
+    def run(d: Tensor, x: Tensor, ends: Tensor, into: Tensor | None) -> Tensor:
+        found = _empty(out.shape, d) if into is None else into
+        if rows == 0:
+            return found.zero_() if into is None else found
+        launch(d, x, found, ends, torch.zeros(1, dtype=torch.int32, device=d.device))
+        return found
+
+    return run
 
 
 # ------------------------------------------------------------------------------------------------ layouts
+
+
+class View(NamedTuple):
+    """Part of a tensor that begins at an element of it."""
+
+    part: Operand
+    first: int = 0
 
 
 def _mode(layout: str) -> int:
@@ -231,130 +311,165 @@ def _mode(layout: str) -> int:
     return {"plain": PLAIN, "interleaved": PAIRS}.get(layout, HALVES)
 
 
-def _before(layout: str, a: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-    """What precedes an activation a (S, I): h, and u or an empty tensor."""
-    rows, inner = a.shape
-    h = _empty((rows, 2 * inner if layout in ("concat", "interleaved") else inner), like)
-    return h, _empty((rows, inner) if layout == "separate" else (0,), like)
-
-
-def _parts(layout: str, first: Tensor, second: Tensor | None, dim: int) -> tuple[Tensor, Tensor | None]:
-    """Gate and up where they can be told apart by a view with contiguous lines, else one tensor."""
+def _parts(layout: str, first: Operand, second: Operand | None) -> list[View]:
+    """Gate and up, in the second dimension, where they can be told apart by a view with contiguous lines; else one tensor."""
     if layout == "concat":
-        gate, last = first.chunk(2, dim)
-        return gate, last
-    return first, second if layout == "separate" else None
+        outer, both, *rest = first.shape
+        half = first._replace(shape=(outer, both // 2, *rest))
+        return [View(half), View(half, both // 2 * first.stride[1])]
+    return [View(first), View(second)] if layout == "separate" and second is not None else [View(first)]
+
+
+def _swapped(w: Operand) -> Operand:
+    """w (E, N, K) as (E, K, N)."""
+    (e, n, k), (stride_e, stride_n, stride_k) = w.shape, w.stride
+    return w._replace(shape=(e, k, n), stride=(stride_e, stride_k, stride_n))
+
+
+def _dense_as(shape: tuple[int, ...], like: Operand) -> Operand:
+    """A new tensor."""
+    strides = [1]
+    for extent in reversed(shape[1:]):
+        strides.insert(0, strides[0] * extent)
+    return like._replace(shape=shape, stride=tuple(strides))
+
+
+def _dense(t: Tensor) -> Tensor:
+    """``t`` (S, C), copied where TMA cannot read it."""
+    size, ((rows, columns), (pitch, step)) = t.element_size(), (t.shape, t.stride())
+    fits = step == 1 and (rows == 1 or (pitch >= columns and pitch * size % ALIGNMENT == 0))
+    return t if fits and t.data_ptr() % ALIGNMENT == 0 else t.clone(memory_format=torch.contiguous_format)
+
+
+def _aligned(w: Tensor) -> Tensor:
+    """``w``, copied where TMA cannot read from its address."""
+    return w if w.data_ptr() % ALIGNMENT == 0 else w.clone()
+
+
+def _lines(bias: Tensor | None) -> Tensor | None:
+    return bias if bias is None or bias.stride(1) == 1 else bias.contiguous()
+
+
+def _floats(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.float().contiguous()
+
+
+def _empty(shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return like.new_empty(shape) if dtype is None else like.new_empty(shape, dtype=dtype)
 
 
 # ------------------------------------------------------------------------------------------------ descriptors and launches
 
+Box = Callable[[int], Any]
+"""A descriptor of what lies at an address."""
+
 
 def _mm(
-    a: Tensor,
-    gather: Tensor | None,
-    w: Tensor,
-    w2: Tensor | None,
-    out: Tensor,
-    saved: tuple[Tensor, Tensor | None],
-    ends: Tensor,
-    mode: int,
-    act: str,
-    limit: float | None,
-    alpha: float | None,
-    save: bool,
-    bias: Tensor | None,
-    scale: Tensor | None,
-) -> None:
-    kernels, config = _kernels(), MM if gather is None else GATHERED
-    width = config.columns // 2 if w2 is not None else config.columns
-    b, order = _weight(kernels, w, config.depth, width)
-    b2, order2 = (b, order) if w2 is None else _weight(kernels, w2, config.depth, width)
-    if order != order2:
+    a: Operand,
+    gathers: bool,
+    weights: Sequence[View],
+    results: Sequence[View],
+    ends: Operand,
+    kind: tuple[Any, ...],
+    bias: Operand | None,
+    scaled: bool,
+) -> Callable[..., None]:
+    """Launches of (ends, a, gather, weights of gate and up, result, saved gate and up, bias, scale).
+
+    Args:
+        results: the result and what is saved, or the result alone.
+        kind: epilogue, activation, limit, alpha, whether anything is saved.
+    """
+    config, rows = GATHERED if gathers else MM, results[0].part.shape[0]
+    width = config.columns // len(weights)
+    described = [_weight(w, config.depth, width) for w in weights]
+    if len({order for _, order in described}) > 1:
         raise ValueError("w_gate and w_up are stored in different orders")
-    boxes = [_ragged(kernels, t, config.columns // 2) for t in (out, saved[0], saved[1]) if t is not None]
-    table = _tiles(ends, out.shape[0])
-    line = ends if bias is None else bias if bias.stride(1) == 1 else bias.contiguous()
-    across = -(-w.shape[1] // width)
-    factors = ends if scale is None else scale.float().contiguous()
-    a = _dense(a)
-    lines = (ends, 0, ends) if gather is None else (a, _strides(a)[0], gather.contiguous())
-    args = (_rows(kernels, a, config.depth), *lines, b, b2, boxes[0], boxes[1], boxes[-1], table, line, factors)
-    sizes = (line.stride(0), ends.shape[0], a.shape[1], w.shape[1], across)
-    flags = (mode, act, limit, alpha, save, bias is not None, scale is not None, gather is not None)
-    _launch(
-        kernels.mm, table.shape[0] * across, config, a, *args, *sizes, config.stages, config.depth, config.columns, order, *flags
-    )
+    (b, order), (b2, _) = described[0], described[-1]
+    boxes = [_ragged(r, config.columns // 2) for r in results]
+    pitch = _strides(a)[0] if gathers else 0
+    columns = weights[0].part.shape[1]
+    across, tiles = -(-columns // width), Tiles(ends, rows)
+    launch = _launch(
+        _kernels().mm, tiles.limit * across if rows else 0, config, a.device,
+        [_rows(a, config.depth), 0, 0, 0, b, b2, boxes[0], boxes[min(1, len(boxes) - 1)], boxes[-1]],
+        (1 if bias is None else bias.stride[0], ends.shape[0], a.shape[1], columns, across, config.stages, config.depth,
+         config.columns, order, *kind, bias is not None, scaled, gathers),
+    )  # fmt: skip
+
+    def run(ends: Tensor, a: Tensor, gather: Tensor | None, w: Tensor, w2: Tensor, out: Tensor, *more: Tensor | None) -> None:
+        gate, up, bias, scale = more
+        lines = (ends, pitch, ends) if gather is None else (a, pitch, gather)
+        launch(a, *lines, w, w2, out, gate, up, tiles(ends), ends if bias is None else bias, ends if scale is None else scale)
+
+    return run
 
 
-def _launch(kernel: Any, most: int, config: Config, like: Tensor, *args: Any) -> None:
-    """On ``like``'s device, one program an SM, or as many as there can be tiles."""
+def _launch(
+    kernel: Any, most: int, config: Config, device: torch.device, slots: Sequence[int | Box], after: tuple[Any, ...]
+) -> Callable[..., None]:
+    """One program an SM, or as many as there can be tiles."""
+    from .prepared import Launch
+
     if most >= 2**31:
         raise NotImplementedError(f"{most} tiles are more than 32 bits count")
-    grid = (min(most, _processors(like.device)),)
-    with _on(like.device):
-        kernel[grid](*args, config.producer, config.consumer, num_warps=4, maxnreg=config.registers)
+    grid = (min(most, _processors(device)),)
+    scalars = (*after, config.producer, config.consumer)
+    return Launch(kernel, grid, device, scalars, dict(enumerate(slots)), num_warps=4, maxnreg=config.registers)
 
 
-def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(device)
+class Tiles:
+    """Makes the list of the tiles of rows, with the counter that they are claimed by at zero: one launch takes it."""
+
+    def __init__(self, ends: Operand, rows: int) -> None:
+        from . import hopper_tiles as tiles
+        from .prepared import Launch
+
+        (experts,) = ends.shape
+        groups = 1 << experts.bit_length()  # a power of two, more than E
+        self.limit, self.fields = tiles.limit(rows, experts), tiles.FIELDS
+        programs = experts + 1 if rows else 0
+        self.fill = Launch(tiles.fill, (programs,), ends.device, (rows, experts, groups, tiles.ROWS, 128))
+
+    def __call__(self, ends: Tensor) -> Tensor:
+        table = _empty((self.limit, self.fields), ends)
+        self.fill(ends, table)
+        return table
 
 
-def _tiles(ends: Tensor, rows: int) -> Tensor:
-    """The list of the tiles of rows, with the counter that they are claimed by at zero: one launch takes it."""
-    from . import hopper_tiles as tiles
-
-    experts = ends.shape[0]
-    table = _empty((tiles.limit(rows, experts), tiles.FIELDS), ends)
-    groups = 1 << experts.bit_length()  # a power of two, more than E
-    with _on(ends.device):
-        tiles.fill[(experts + 1,)](ends, table, rows, experts, groups, tiles.ROWS, 128)
-    return table
+def _rows(t: Operand, depth: int) -> Box:
+    return _box(View(t), (64, depth))
 
 
-def _rows(kernels: Kernels, t: Tensor, depth: int) -> Any:
-    t = _dense(t)
-    return kernels.descriptor(t.data_ptr(), t.dtype, tuple(t.shape), _strides(t), (64, depth))
-
-
-def _weight(kernels: Kernels, w: Tensor, depth: int, columns: int) -> tuple[Any, bool]:
+def _weight(w: View, depth: int, columns: int) -> tuple[Box, bool]:
     """A descriptor of w (E, N, K), and whether N and not K is contiguous."""
-    order = w.stride(2) != 1
-    w = w.transpose(1, 2) if order else w
-    w = w if w.data_ptr() % ALIGNMENT == 0 else w.clone()
-    block = (1, depth, columns) if order else (1, columns, depth)
-    return kernels.descriptor(w.data_ptr(), w.dtype, tuple(w.shape), _strides(w), block), order
+    if w.part.stride[2] == 1:
+        return _box(w, (1, columns, depth)), False
+    return _box(View(_swapped(w.part), w.first), (1, depth, columns)), True
 
 
-def _ragged(kernels: Kernels, t: Tensor, width: int, rows: int = 64) -> Any:
+def _ragged(t: View, width: int, rows: int = 64) -> Box:
     """Boxes of rows of t (S, C) that are clipped at a row that the kernel chooses.
 
     Coordinates (2^30, end, 2^30 - end + row, column): the strides of the first two undo what the third adds, modulo 2^64 in
     bytes, and the third is out of bounds where row >= end.
     """
-    pitch = _strides(t)[0]
-    shape, strides = (HUGE, HUGE, FAR, t.shape[1]), (2**34 - pitch, pitch, pitch, 1)
-    return kernels.descriptor(t.data_ptr(), t.dtype, shape, strides, (1, 1, rows, width))
+    pitch = _strides(t.part)[0]
+    clipped = t.part._replace(shape=(HUGE, HUGE, FAR, t.part.shape[1]), stride=(2**34 - pitch, pitch, pitch, 1))
+    return _box(View(clipped, t.first), (1, 1, rows, width))
 
 
-def _strides(t: Tensor) -> tuple[int, ...]:
+def _box(t: View, block: tuple[int, ...]) -> Box:
+    describe, part, strides = _kernels().descriptor, t.part, _strides(t.part)
+    shift = t.first * part.dtype.itemsize
+    return lambda address: describe(address + shift, part.dtype, tuple(part.shape), strides, block)
+
+
+def _strides(t: Operand) -> tuple[int, ...]:
     """Those of ``t``; of a dimension of one line the stride means nothing and may be odd."""
-    step = ALIGNMENT // t.element_size()
-    *outer, inner = zip(t.stride(), t.shape, strict=True)
+    step = ALIGNMENT // t.dtype.itemsize
+    *outer, inner = zip(t.stride, t.shape, strict=True)
     return (*[max(step, t.shape[-1]) if extent == 1 else stride for stride, extent in outer], inner[0])
-
-
-def _dense(t: Tensor) -> Tensor:
-    """``t`` (S, C), copied where TMA cannot read it."""
-    size = t.element_size()
-    fits = t.stride(1) == 1 and (t.shape[0] == 1 or (t.stride(0) >= t.shape[1] and t.stride(0) * size % ALIGNMENT == 0))
-    return t if fits and t.data_ptr() % ALIGNMENT == 0 else t.clone(memory_format=torch.contiguous_format)
-
-
-def _empty(shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
 
 
 @functools.cache

@@ -31,8 +31,9 @@ _knobs = triton.knobs.runtime
 class Launch:
     """A kernel with its grid and with all of its arguments but the tensors, which come first.
 
-    Calls differ in addresses alone: one launch is always called with tensors of the same dtypes on the same device, None in the
-    same places. The first call is Triton's own, and so is one with a misaligned address, or with launch hooks.
+    Calls differ in addresses alone: one launch is always called with tensors of the same dtypes on the same device, and with the
+    same None and numbers between them. The first call is Triton's own, and so is one with a misaligned address, or with launch
+    hooks.
 
     Args:
         kernel: takes tensors or descriptors, then ``scalars``, then constants that ``options`` names.
@@ -54,32 +55,28 @@ class Launch:
         self.kernel, self.grid, self.device, self.scalars, self.options = kernel, grid, device, tuple(scalars), options
         self.slots = slots or {}
         self.guarded = device.type == "cuda" and torch.cuda.device_count() > 1
-        self.direct: Callable[[Sequence[Tensor | None]], bool] | None = None
+        self.direct: Callable[[Sequence[Tensor | int | None]], bool] | None = None
 
-    def __call__(self, *tensors: Tensor | None) -> None:
+    def __call__(self, *tensors: Tensor | int | None) -> None:
         """On the current stream of the tensors' device."""
         if self.guarded and torch.cuda.current_device() != self.device.index:
             with torch.cuda.device(self.device):
-                self._launch(tensors)
-        else:
-            self._launch(tensors)
-
-    def _launch(self, tensors: Sequence[Tensor | None]) -> None:
+                return self(*tensors)
         hook = _knobs.launch_enter_hook
         hooked = hook is not None and getattr(hook, "calls", True)
-        if (self.direct is None or hooked or not self.direct(tensors)) and 0 not in self.grid:
+        if self.direct is None or hooked or not self.direct(tensors):
             self._ordinary(tensors)
 
-    def _ordinary(self, tensors: Sequence[Tensor | None]) -> None:
+    def _ordinary(self, tensors: Sequence[Tensor | int | None]) -> None:
         """Let Triton launch, and keep what it compiled unless that was for misaligned addresses."""
-        slots = [self.slots.get(i, 0) for i in range(len(tensors))]
-        args = [None if t is None else _handed(t, slot) for t, slot in zip(tensors, slots, strict=True)]
+        if 0 in self.grid:
+            return
+        args = [_handed(t, self.slots.get(i, 0)) if isinstance(t, Tensor) else t for i, t in enumerate(tensors)]
         compiled = self.kernel[self.grid](*args, *self.scalars, **self.options)
         aligned = not any(isinstance(a, Tensor) and a.data_ptr() % ALIGNMENT for a in args)
         if self.direct is None and compiled is not None and aligned:
-            after = [self.options[name] for name in self.kernel.arg_names[len(args) + len(self.scalars) :]]
-            places = [s if t is None or callable(s) else s * t.element_size() for t, s in zip(tensors, slots, strict=True)]
-            self.direct = _direct(compiled, self.grid, self.device.index, places, (*self.scalars, *after))
+            named = [self.options[name] for name in self.kernel.arg_names[len(args) + len(self.scalars) :]]
+            self.direct = _direct(compiled, self.grid, self.device.index, tensors, self.slots, (*self.scalars, *named))
 
 
 def _handed(t: Tensor, slot: int | Box) -> Any:
@@ -92,35 +89,48 @@ def _handed(t: Tensor, slot: int | Box) -> Any:
 
 
 def _direct(
-    compiled: Any, grid: tuple[int, ...], device: int | None, slots: Sequence[int | Box], after: tuple[Any, ...]
-) -> Callable[[Sequence[Tensor | None]], bool] | None:
-    """Launches what Triton compiled, unless an address is misaligned, and says whether; None where it is not known how.
+    compiled: Any,
+    grid: tuple[int, ...],
+    device: int | None,
+    tensors: Sequence[Tensor | int | None],
+    slots: Mapping[int, int | Box],
+    after: tuple[Any, ...],
+) -> Callable[[Sequence[Any]], bool] | None:
+    """Launches what Triton compiled for ``tensors``, unless an address is misaligned, and says whether.
 
-    Args:
-        slots: bytes to add to a tensor's address, or its descriptor.
-        after: all arguments after the tensors.
+    None where it is not known how this Triton launches. ``after``: all arguments after the tensors.
     """
     described = list(getattr(compiled.metadata, "tensordesc_meta", None) or ())
     launch = _launcher(compiled, bool(described))
-    if launch is None or len(described) != sum(map(callable, slots)) or not all(described):
+    if launch is None or len(described) != sum(map(callable, slots.values())) or not all(described):
         return None
-    handed = [_encoder(slot, described.pop(0)) if callable(slot) else slot for slot in slots]
     x, y, z = (*grid, 1, 1)[:3]
+    filled: list[Any] = []
+    pointers, maps = [], []
+    for i, t in enumerate(tensors):
+        slot = slots.get(i, 0)
+        if not isinstance(t, Tensor):
+            filled.append(t)
+        elif callable(slot):
+            encode = _encoder(slot, described.pop(0))
+            maps.append((i, len(filled), encode))
+            filled += encode(t.data_ptr())  # a tensor map, then extents and strides, which never change
+        else:
+            pointers.append((i, len(filled), slot * t.element_size()))
+            filled.append(0)
+    filled += after
 
-    def call(tensors: Sequence[Tensor | None]) -> bool:
-        bits, args = 0, []
-        for t, slot in zip(tensors, handed, strict=True):
-            if t is None:
-                args.append(None)
-            elif slot.__class__ is int:
-                address = t.data_ptr() + slot
-                bits |= address
-                args.append(address)
-            else:
-                args += _encoded(slot, t.data_ptr())
+    def call(tensors: Sequence[Any]) -> bool:
+        args, bits = filled.copy(), 0
+        for i, place, shift in pointers:
+            address = tensors[i].data_ptr() + shift
+            bits |= address
+            args[place] = address
         if bits % ALIGNMENT:
             return False
-        launch(x, y, z, driver.active.get_current_stream(device), (*args, *after))
+        for i, place, encode in maps:
+            args[place] = _encoded(encode, tensors[i].data_ptr())
+        launch(x, y, z, driver.active.get_current_stream(device), args)
         return True
 
     return call
@@ -152,9 +162,9 @@ def _captured(function: Any, name: str) -> Any:
 
 
 @functools.lru_cache(maxsize=MAPS)
-def _encoded(encode: Callable[[int], Sequence[Any]], address: int) -> tuple[Any, ...]:
-    """What the C function is given for a descriptor: it depends on these arguments alone, a kept one is never stale."""
-    return tuple(encode(address))
+def _encoded(encode: Callable[[int], Sequence[Any]], address: int) -> Any:
+    """The tensor map of what lies at an address: it depends on nothing else, a kept one is never stale."""
+    return encode(address)[0]
 
 
 def _encoder(box: Box, metadata: Any) -> Callable[[int], Sequence[Any]]:

@@ -18,7 +18,7 @@ from triton.compiler import make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 
-from fxfuse.kernels import hopper_launch, hopper_tiles
+from fxfuse.kernels import hopper_launch, hopper_tiles, plans
 
 TARGET = GPUTarget("cuda", 90, 32)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -65,6 +65,7 @@ class Recorder:
 def recorded() -> Iterator[list[Launch]]:
     """What would have been launched meanwhile, without the tile lists."""
     launches: list[Launch] = []
+    plans.forget()
     real = hopper_launch._kernels()
     kernels = real._replace(**{name: Recorder(getattr(real, name), launches) for name in ("mm", "dh", "wgrad")})
     with (
@@ -73,6 +74,7 @@ def recorded() -> Iterator[list[Launch]]:
         patch.object(hopper_tiles, "fill", Recorder(hopper_tiles.fill, [])),
     ):
         yield launches
+    plans.forget()
 
 
 def needs(binary: Any) -> Needs:

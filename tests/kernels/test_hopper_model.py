@@ -19,11 +19,10 @@ import contract
 import gluon_model
 
 from fxfuse.kernels import hopper_launch as launch
-from fxfuse.kernels import reference
+from fxfuse.kernels import plans, reference
 
 SOURCES = Path(launch.__file__).parent
 BF16 = torch.bfloat16
-_strides = launch._strides
 ROWS: dict[str, list[int]] = {
     "balanced": [70, 70, 70, 70],
     "skewed": [1, 200, 0, 64, 129],
@@ -72,7 +71,7 @@ def machine(
 @contextmanager
 def launching(kernels: launch.Kernels, seed: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[gluon_model.Machine]:
     """The launcher's launches go to a machine of three processors; what it allocates is poisoned."""
-    from fxfuse.kernels import hopper_tiles
+    from fxfuse.kernels import hopper_tiles, prepared
 
     with gluon_model.running(seed) as machine:
 
@@ -80,13 +79,16 @@ def launching(kernels: launch.Kernels, seed: int, monkeypatch: pytest.MonkeyPatc
             made = torch.empty(shape, dtype=dtype or like.dtype)
             return made.fill_(float("nan") if made.is_floating_point() else -1)
 
-        def strides(t: Tensor) -> tuple[int, ...]:
-            machine.known(t)  # whatever a descriptor is made of
-            return exact_strides(t)
+        def known(self: prepared.Launch, *tensors: Tensor | int | None) -> None:
+            for t in tensors:
+                if isinstance(t, Tensor):
+                    machine.known(t)
+            ordinary(self, *tensors)
 
-        exact_strides = _strides
+        ordinary = prepared.Launch.__call__
+        plans.forget()
         monkeypatch.setattr(launch, "_kernels", lambda: kernels)
-        monkeypatch.setattr(launch, "_strides", strides)
+        monkeypatch.setattr(prepared.Launch, "__call__", known)
         monkeypatch.setattr(launch, "_processors", lambda device: 3)
         monkeypatch.setattr(launch, "_empty", poisoned)
         monkeypatch.setattr(hopper_tiles, "fill", Fill())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from contract import BF16, F16, F32, LAYOUTS, Case
 from test_launches import launches
 from torch import Tensor
 
-from fxfuse.kernels import path, plans, prepared
+from fxfuse.kernels import hopper_launch, path, plans, prepared
 
 VERSION = prepared.VERSION
 pytestmark = pytest.mark.skipif(VERSION not in OPTIONAL, reason=f"Triton {triton.__version__} launches in its own way")
@@ -40,20 +41,19 @@ def handed(args: tuple[Any, ...]) -> tuple[Any, ...]:
 def compared(absent: Absent, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     """Every launch is done by Triton too, and must hand over the same; for each, whether it was a prepared one."""
     found: list[bool] = []
-    launch = prepared.Launch._launch
+    launch, own = prepared.Launch.__call__, prepared.Launch._ordinary
 
-    def both(self: prepared.Launch, tensors: tuple[Tensor | None, ...]) -> None:
+    def both(self: prepared.Launch, *tensors: Tensor | int | None) -> None:
         ordinary: list[None] = []
         with monkeypatch.context() as patch:
-            own = prepared.Launch._ordinary
             patch.setattr(prepared.Launch, "_ordinary", lambda s, t: (ordinary.append(None), own(s, t))[1])
-            launch(self, tensors)
+            launch(self, *tensors)
         mine = absent.launched[-1]
         own(self, tensors)
         assert handed(mine) == handed(absent.launched[-1])
         found.append(not ordinary)
 
-    monkeypatch.setattr(prepared.Launch, "_launch", both)
+    monkeypatch.setattr(prepared.Launch, "__call__", both)
     yield found
     assert found
 
@@ -66,6 +66,33 @@ def test_every_function_hands_over_what_triton_would(layout: str, compared: list
         compared.clear()
         launch()
         assert all(compared)
+
+
+@pytest.mark.parametrize("layout", ["concat", "separate", "interleaved"])
+def test_the_hopper_path_hands_over_what_triton_would(
+    layout: str, absent: Absent, compared: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if reason := hopper_launch.available((9, 0), triton.__version__):
+        pytest.skip(reason)
+    monkeypatch.setattr(hopper_launch, "_processors", lambda _: 132)
+    case = Case(dtype=BF16, layout=layout, hidden=64, inner=32, biases=False)
+    (x, gather), w, down, ends = case.tokens(64), case.weight(case.wide, 64), case.weight(64, 32), case.offsets()
+    w_up = case.weight(32, 64) if layout == "separate" else None
+    h, rows, dy, p = case.sorted_rows(case.wide), case.sorted_rows(32), case.sorted_rows(64), torch.rand(case.rows)
+    u = rows if layout == "separate" else None
+    calls = (
+        lambda: hopper_launch.up(x, gather, w, w_up, None, ends, *case.kind(), True),
+        lambda: hopper_launch.matmul(rows, down, ends, transposed=True),
+        lambda: hopper_launch.dh(dy, None, down, p, h, u, ends, *case.kind()),
+        lambda: hopper_launch.wgrad(dy, rows, None, None, ends),
+    )
+    for call in calls:
+        call()
+        compared.clear()
+        call()
+        assert all(compared)
+        maps = [a for a in handed(absent.launched[-1]) if isinstance(a, tuple) and a[:1] == ("tensor map",)]
+        assert len(maps) >= 3
 
 
 def test_what_triton_specialises_on_gives_another_launch(compared: list[bool]) -> None:
@@ -110,7 +137,7 @@ def test_halves_of_a_tensor_are_handed_over_by_their_addresses(absent: Absent) -
     w = case.weight(64, 64)
     for _ in range(2):
         _, h, _ = PORTABLE.up(x, gather, w, None, None, case.offsets(), *case.kind(), True)
-    pointers = handed(absent.launched[-1])[-50:]
+    pointers = [a for a in handed(absent.launched[-1]) if isinstance(a, int)]
     assert {w.data_ptr(), w[:, 32:].data_ptr(), h.data_ptr(), h[:, 32:].data_ptr()} <= set(pointers)
 
 
@@ -162,29 +189,25 @@ def test_launches_of_another_thread(absent: Absent, twice: Callable[[], Any], mo
     assert len(absent.launched) == 9 and not own
 
 
-def test_another_current_device(twice: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of a device that is not the current one are used there."""
-    launch = prepared.Launch(None, (1,), torch.device("cuda:0"), ())
-    launch.device, launch.guarded = torch.device("cuda", 1), True
-    entered: list[Any] = []
+    second, current, found = torch.device("cuda", 1), [0], []
 
-    class Device:
-        def __init__(self, device: torch.device) -> None:
-            self.device = device
+    @contextlib.contextmanager
+    def device(wanted: torch.device) -> Iterator[None]:
+        before, current[0] = current[0], wanted.index
+        yield
+        current[0] = before
 
-        def __enter__(self) -> None:
-            entered.append(self.device)
-
-        def __exit__(self, *_: Any) -> None:
-            entered.append(None)
-
-    monkeypatch.setattr(torch.cuda, "device", Device)
-    monkeypatch.setattr(prepared.Launch, "_launch", lambda self, tensors: entered.append("launch"))
-    for current, want in ((0, [torch.device("cuda", 1), "launch", None]), (1, ["launch"])):
-        monkeypatch.setattr(torch.cuda, "current_device", lambda current=current: current)
-        entered.clear()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    launch = prepared.Launch(None, (1,), second, ())
+    launch.direct = lambda tensors: bool(found.append(current[0])) or True
+    for current[0] in (0, 1):
+        before = current[0]
         launch()
-        assert entered == want
+        assert found.pop() == 1 and current[0] == before
 
 
 def test_an_unknown_triton_launches_for_itself(twice: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,9 +221,9 @@ def test_an_unknown_triton_launches_for_itself(twice: Callable[[], Any], monkeyp
 
 def test_plans_are_bounded_and_can_be_dropped(twice: Callable[[], Any]) -> None:
     ends = torch.zeros(3, dtype=torch.int32)
-    (kept,) = [c for c in plans._caches if c.__wrapped__.__name__ == "_wgrad"]
+    (kept,) = [c for c in plans._caches if c.__wrapped__.__qualname__ == "_bias_gradient"]
     for rows in range(plans.KEPT + 10):
-        PORTABLE.wgrad(torch.zeros(rows, 0), torch.zeros(rows, 16), None, None, ends)
+        PORTABLE.bias_gradient(torch.zeros(rows, 0), ends)
     assert kept.cache_info().currsize == plans.KEPT
     plans.forget()
     assert kept.cache_info().currsize == 0
