@@ -21,6 +21,7 @@ from .report import Failure, Report
 from .rewrite import rewrite
 from .settings import OUR_PASS, Settings
 from .spellings import is_mutating
+from .values import value
 from .versions import source_hash
 from .window import Windows
 
@@ -87,6 +88,8 @@ def capture(
             keeper.bind(graph)
         if settings.lower != "eager":  # torch runs deferred operators as they are
             deferred.expand_deferred(graph, rewritten.traces)
+            if patches.get("emulate_precision_casts") and compat.drops_roundings():
+                _keep_roundings(graph)
         _recompute(graph, recipe)
         compat.sort_graph(graph)
         graph.lint()
@@ -101,6 +104,18 @@ def capture(
         patches[OUR_PASS] = compat.graph_pass(transform, _uuid(settings, fusions, recipe))
         compiled = compat.compile_fx(gm, example_inputs, compile_graph, patches, table)
     return compiled if keeper is None else keeper.run(compiled)
+
+
+def _keep_roundings(graph: Graph) -> None:
+    """Have what is rounded pass through memory: Inductor would go on with what it was before, where users widen it again."""
+    cast = torch.ops.prims.convert_element_type.default
+    for node in list(graph.find_nodes(op="call_function", target=cast)):
+        wide, narrow = value(node.args[0]).dtype, value(node).dtype
+        if wide.is_floating_point and narrow.is_floating_point and narrow.itemsize < wide.itemsize:
+            with graph.inserting_after(node):
+                kept = graph.create_node("call_function", MATERIALIZED, (node,))
+            kept.meta = dict(node.meta)
+            node.replace_all_uses_with(kept, delete_user_cb=lambda user, kept=kept: user is not kept)
 
 
 def _recompute(graph: Graph, recipe: Recipe) -> None:

@@ -153,6 +153,13 @@ def lower_by_realizing(op: Any) -> None:
         register_lowering(op, type_promotion_kind=None)(realized)
 
 
+def drops_roundings() -> bool:
+    """Whether Inductor passes over a cast that is to round; torch 2.13 and 2.14 do not, 2.11 does."""
+    from torch._inductor.fx_passes import joint_graph
+
+    return not hasattr(joint_graph, "_is_lossless_fp_widening_cast")
+
+
 def is_control_flow(error: BaseException) -> bool:
     """Whether an exception is torch steering itself and must pass: Dynamo (restart, skip this frame), or a checkpoint that
     stops its recomputation early, from inside the compiled call that it recomputes."""
@@ -428,8 +435,10 @@ def late_tracing(context: Any) -> Iterator[None]:
             setattr(fresh, name, getattr(context, name))
     with contextlib.ExitStack() as stack:
         stack.enter_context(tracing(fresh))
-        if hasattr(torch.compiler, "_compile_session_context"):  # 2.13 on: else other threads' calls are taken for tracing
+        if hasattr(torch.compiler, "_compile_session_context"):  # 2.13 on: other threads' calls are not taken for traced ones
             stack.enter_context(torch.compiler._compile_session_context())
+        else:  # they are, and are to run as they are written instead of being refused
+            stack.enter_context(torch._dynamo.config.patch(error_on_nested_fx_trace=False))
         yield
 
 
