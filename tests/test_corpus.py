@@ -27,6 +27,8 @@ WRONG_IN_INDUCTOR = {
 }
 THROUGH_INDUCTOR = [
     "case_01_addmm_alpha_beta",
+    "case_06_zero_beta_ignores_nan",
+    *STRICT,
     "case_12_intermediate_has_other_users",
     "case_16_stride0_tangent",
     *WRONG_IN_INDUCTOR,
@@ -127,7 +129,7 @@ def known_wrong(case: str) -> list[pytest.MarkDecorator]:
 @pytest.mark.inductor
 @pytest.mark.parametrize("case", [pytest.param(c, marks=known_wrong(c)) for c in THROUGH_INDUCTOR])
 def test_through_inductor(case: str, runner: Callable[..., Runner]) -> None:
-    check(runner(lower="auto").run(case))
+    check(runner(lower="auto", recipe="strict" if case in STRICT else "default").run(case))
 
 
 def test_runner_reports_a_wrong_result_and_a_dead_process(tmp_path: Path, runner: Callable[..., Runner]) -> None:
