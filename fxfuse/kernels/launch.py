@@ -1,20 +1,18 @@
-"""Host side of every launch: which configuration, on which device, with which precision.
+"""Host side of every launch: which configuration, of which tiles.
 
 Kernels are not compiled anew for another number of rows: what depends on it is not specialised.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from .plans import Operand, precision  # noqa: F401
+from .plans import Operand
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,11 +56,6 @@ def _machine(device: torch.device) -> tuple[int, int]:
         return NEWEST, MANY
     properties = torch.cuda.get_device_properties(device)
     return properties.major, properties.shared_memory_per_block_optin
-
-
-def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Launches go to this device, whatever the current one is."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def widened(dtype: torch.dtype) -> bool:

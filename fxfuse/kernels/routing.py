@@ -20,42 +20,42 @@ BLOCKS = 128
 """At most so many: each of them reads the counts of all."""
 ALONE = 4
 """So many steps of one block take less time than a second kernel."""
-WARPS = 8
-CELLS = 16384
-"""Of the table (pairs, experts) that a block handles in a step."""
+PAIRS, WARPS = 128, 4
+"""Of a step: a thread a pair."""
+CELLS = 8192
+"""Of the table (blocks, experts) that a block reads at a time."""
 NOBODY = tl.constexpr(1 << 30)
 
 
 @triton.jit
-def _experts(ids, at, S, K, E, stride_t, stride_k):
+def _experts(ids, at, S, E):
     """Experts of the pairs ``at``; NOBODY for those that have none, or that are past the last pair."""
-    found = tl.load(ids + (at // K).to(tl.int64) * stride_t + (at % K) * stride_k, mask=at < S, other=-1)
+    found = tl.load(ids + at, mask=at < S, other=-1)
     return tl.where((found < 0) | (found >= E), NOBODY, found).to(tl.int32)
 
 
 @triton.jit
-def _counted(ids, first, last, S, K, E, stride_t, stride_k, PAIRS: tl.constexpr, EXPERTS: tl.constexpr):
+def _counted(ids, first, last, S, E, PAIRS: tl.constexpr, EXPERTS: tl.constexpr):
     """[EXPERTS]: how many of the pairs from ``first`` to before ``last`` each expert has."""
-    groups = tl.arange(0, EXPERTS)
-    found = tl.zeros((PAIRS, EXPERTS), tl.int32)
+    found = tl.zeros((EXPERTS,), tl.int32)
     for at in tl.range(first, last, PAIRS):
-        mine = _experts(ids, at + tl.arange(0, PAIRS), S, K, E, stride_t, stride_k)
-        found += (mine[:, None] == groups[None, :]).to(tl.int32)
-    return tl.sum(found, 0)
+        mine = _experts(ids, at + tl.arange(0, PAIRS), S, E)
+        found += tl.histogram(mine, EXPERTS, mine != NOBODY)
+    return found
 
 
 @triton.jit(do_not_specialize=["S", "span"])
-def count_kernel(ids, counts, S, K, E, span, stride_t, stride_k, PAIRS: tl.constexpr, EXPERTS: tl.constexpr):
+def count_kernel(ids, counts, S, E, span, PAIRS: tl.constexpr, EXPERTS: tl.constexpr):
     """counts (blocks, EXPERTS): how many of the block's pairs each expert has. ``span`` is a multiple of PAIRS."""
     block = tl.program_id(0)
     last = tl.minimum(block * span + span, S)
-    found = _counted(ids, block * span, last, S, K, E, stride_t, stride_k, PAIRS, EXPERTS)
+    found = _counted(ids, block * span, last, S, E, PAIRS, EXPERTS)
     tl.store(counts + block * EXPERTS + tl.arange(0, EXPERTS), found)
 
 
 @triton.jit(do_not_specialize=["S", "blocks", "span"])
 def place_kernel(
-    ids, counts, order, inverse, ends, S, K, E, blocks, span, stride_t, stride_k,
+    ids, counts, order, inverse, ends, S, E, blocks, span,
     PAIRS: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     """Without COUNTED there is one block, which counts first."""
@@ -72,7 +72,7 @@ def place_kernel(
         total = tl.sum(counted, 0)
         before = tl.sum(earlier, 0)
     else:
-        total = _counted(ids, 0, S, S, K, E, stride_t, stride_k, PAIRS, EXPERTS)
+        total = _counted(ids, 0, S, S, E, PAIRS, EXPERTS)
         before = tl.zeros((EXPERTS,), tl.int32)
     upto = tl.cumsum(total, 0)
     if block == 0:
@@ -81,39 +81,37 @@ def place_kernel(
     outside = tl.sum(total) + block * span - tl.sum(before)  # and of none
     for first in tl.range(block * span, tl.minimum(block * span + span, S), PAIRS):
         at = first + tl.arange(0, PAIRS)
-        mine = _experts(ids, at, S, K, E, stride_t, stride_k)
+        mine = _experts(ids, at, S, E)
         like_me = (mine[:, None] == mine[None, :]) & (at[:, None] < at[None, :])
         base = tl.gather(place, tl.minimum(mine, EXPERTS - 1), 0)
         found = tl.where(mine == NOBODY, outside, base) + tl.sum(like_me.to(tl.int32), 0)
         tl.store(order + found, at.to(tl.int64), mask=at < S)
         tl.store(inverse + at, found.to(tl.int64), mask=at < S)
-        here = tl.sum((mine[:, None] == groups[None, :]).to(tl.int32), 0)
+        here = tl.histogram(mine, EXPERTS, mine != NOBODY)
         place += here
         outside += PAIRS - tl.sum(here)
 
 
 def constants(experts: int) -> dict[str, int]:
     """What both kernels are compiled for, by the number of experts."""
-    groups = triton.next_power_of_2(max(experts, 1))
-    return {"PAIRS": max(16, min(128, CELLS // groups)), "EXPERTS": groups, "ROWS": max(1, min(BLOCKS, CELLS // groups))}
+    groups = triton.next_power_of_2(max(experts, 32))
+    return {"PAIRS": PAIRS, "EXPERTS": groups, "ROWS": max(1, min(BLOCKS, CELLS // groups))}
 
 
 def route(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """As ``reference.route``."""
-    return _route(ids, experts)
+    return _route(ids.contiguous(), experts)
 
 
 @planned
 def _route(precision: str, ids: Operand, experts: int) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    (tokens, chosen), compiled = ids.shape, constants(experts)
-    pairs, step, rows = tokens * chosen, compiled["PAIRS"], compiled.pop("ROWS")
-    counted = pairs > ALONE * step
-    span = step * (max(1, triton.cdiv(pairs, step * BLOCKS)) if counted else ALONE)
+    pairs, compiled = ids.shape[0] * ids.shape[1], constants(experts)
+    rows, counted = compiled.pop("ROWS"), pairs > ALONE * PAIRS
+    span = PAIRS * (triton.cdiv(pairs, PAIRS * BLOCKS) if counted else ALONE)
     blocks = max(1, triton.cdiv(pairs, span))
-    sizes = (pairs, max(chosen, 1), experts)
-    count = Launch(count_kernel, (blocks,), ids.device, (*sizes, span, *ids.stride), **compiled, num_warps=WARPS)
+    count = Launch(count_kernel, (blocks,), ids.device, (pairs, experts, span), **compiled, num_warps=WARPS)
     place = Launch(
-        place_kernel, (blocks,), ids.device, (*sizes, blocks, span, *ids.stride),
+        place_kernel, (blocks,), ids.device, (pairs, experts, blocks, span),
         **compiled, ROWS=rows, COUNTED=counted, num_warps=WARPS,
     )  # fmt: skip
 

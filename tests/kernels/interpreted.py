@@ -147,10 +147,13 @@ def test_route(tokens: int, chosen: int, experts: int, dtype: torch.dtype) -> No
 
 
 @pytest.mark.usefixtures("either_order")
-def test_route_with_blocks_of_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fxfuse.kernels.routing.BLOCKS", 2)
-    plans.forget()
-    contract.check_route(PORTABLE, contract.random_ids(700, 1, 5), 5)
+@pytest.mark.parametrize(("blocks", "cells"), [(2, 8192), (8, 64)], ids=["several steps a block", "several blocks a step"])
+def test_route_of_many_pairs(blocks: int, cells: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fxfuse.kernels.routing.BLOCKS", blocks)
+    monkeypatch.setattr("fxfuse.kernels.routing.CELLS", cells)
+    for pairs, experts in ((700, 5), (1500, 32), (1024, 33)):
+        plans.forget()
+        contract.check_route(PORTABLE, contract.random_ids(pairs, 1, experts), experts)
     plans.forget()
 
 
