@@ -55,8 +55,8 @@ def forget() -> None:
     _Spent.seconds, _Spent.told = 0.0, False
 
 
-def fastest(node: Node, candidates: Sequence[Candidate], settings: Settings, recipe: Recipe) -> Candidate:
-    """The fastest right candidate; the first one is what Inductor makes of the reference.
+def fastest(node: Node, candidates: Sequence[Candidate], settings: Settings, recipe: Recipe) -> tuple[Candidate, str]:
+    """The fastest right candidate, and the times that say so; the first candidate is what Inductor makes of the reference.
 
     It is measured once for each ``key_of``, on one machine and not only in one process.
     """
@@ -64,15 +64,15 @@ def fastest(node: Node, candidates: Sequence[Candidate], settings: Settings, rec
     known = {c.name: c for c in candidates}
     found = winners.find(key)
     if found is not None and found.name in known:
-        log.debug("%s: %s won before (%s)", node.target, found.name, _listed(found.milliseconds))
-        return known[found.name]
+        log.debug("%s: %s won before (%s)", node.target, found.name, _listed(found))
+        return known[found.name], _listed(found)
     if _exhausted(settings.autotune):
-        return candidates[0]
+        return candidates[0], f"{candidates[0].name}; no time was left to measure {', '.join(list(known)[1:])}"
     log.info("%s: measuring %d candidates (%s)", node.target, len(candidates), ", ".join(known))
     winner = _measured(node, candidates, settings.autotune)
     winners.keep(key, winner)
-    log.info("%s: %s wins (%s)", node.target, winner.name, _listed(winner.milliseconds))
-    return known[winner.name]
+    log.info("%s: %s wins (%s)", node.target, winner.name, _listed(winner))
+    return known[winner.name], _listed(winner)
 
 
 def _measured(node: Node, candidates: Sequence[Candidate], autotune: str) -> winners.Winner:
@@ -99,8 +99,10 @@ def _exhausted(autotune: str) -> bool:
     return exhausted
 
 
-def _listed(times: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {t:.4f} ms" for name, t in times.items())
+def _listed(winner: winners.Winner) -> str:
+    """The winner's time and then the others', as they were measured once."""
+    times = sorted(winner.milliseconds.items(), key=lambda item: (item[0] != winner.name, item[1]))
+    return ", ".join(f"{name} {t:.4f} ms" for name, t in times)
 
 
 # ------------------------------------------------------------------------------------------------ what it depends on

@@ -52,7 +52,13 @@ def fragment(report: Report) -> str:
     """The report for a notebook cell."""
     rows, missed = groups(report), refusals(report)
     regions = {n: Region(n, _tint(i)) for i, row in enumerate(rows) for n in row.regions}
-    parts = [f"<p><b>fxfuse: {esc(headline(report))}</b></p>", _fused_table(rows), _refused(missed), _failed(report.failures)]
+    parts = [
+        f"<p><b>fxfuse: {esc(headline(report))}</b></p>",
+        _fused_table(rows),
+        _choices(report),
+        _refused(missed),
+        _failed(report.failures),
+    ]
     first = 1
     for i, graph in enumerate(report.graphs[:GRAPHS], 1):
         own = [regions[first + k] for k in range(len(graph.fused))]
@@ -82,6 +88,12 @@ def _cells(*values: object) -> str:
 def _fused_table(rows: Sequence[Group]) -> str:
     head = ("region", "layer", "fusion", "passes", "saved", "kernel", "source")
     return _table(head, (fused_row(i, row) for i, row in enumerate(rows))) if rows else ""
+
+
+def _choices(report: Report) -> str:
+    """How the lowerings were chosen, once each."""
+    told = dict.fromkeys(c for f in report.fused for c in f.choices)
+    return _table(("kernels, the chosen one first",), (f"<tr>{_cells(c)}</tr>" for c in told)) if told else ""
 
 
 def fused_row(index: int, row: Group) -> str:

@@ -17,7 +17,7 @@ from .naming import is_called
 
 __all__ = ["Failure", "Fused", "GraphRecord", "Missed", "Report"]
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of the JSON form: raised whenever a field is added, removed or changes its meaning."""
 MAX_JSON = 64 << 20
 """Characters; a longer text is refused before it is parsed."""
@@ -42,11 +42,15 @@ class Fused:
     saved: tuple[str, ...]
     """What the region itself keeps for its backward (values that it computes; its inputs are not listed)."""
     kernel: str
-    """The lowering that was chosen: ``"inline"``, ``"extern"``, ``"triton"``, or ``"custom"`` for a user's own op."""
+    """The lowering that was chosen: ``"inline"``, ``"extern"``, ``"triton"``, ``"hopper"``, or ``"custom"`` for a user's own
+    op."""
     before: tuple[str, ...] = ()
     """Names of the replaced nodes in ``GraphRecord.before``."""
     after: tuple[str, ...] = ()
     """Names of the inserted nodes in ``GraphRecord.after``."""
+    choices: tuple[str, ...] = ()
+    """For each operator whose lowering was chosen (on a GPU): the milliseconds of the candidates when they were measured, the
+    chosen one first, and why others may not run."""
 
 
 @dataclasses.dataclass(frozen=True)

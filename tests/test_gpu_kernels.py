@@ -448,7 +448,7 @@ def test_the_usual_lowering_of_other_dtypes_needs_no_host(dtype: torch.dtype) ->
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_compiled_model_with_this_lowering(name: str, dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def forced(node: Any, candidates: Any, *_: Any) -> Any:
-        return next((c for c in candidates if c.name == name), candidates[0])
+        return next((c for c in candidates if c.name == name), candidates[0]), "forced"
 
     torch._dynamo.reset()
     monkeypatch.setattr(choose, "_fastest", forced)

@@ -91,7 +91,7 @@ SIZES = {
     "T 3": {"tokens": 3, "chosen": 2, "experts": 4, "width": 2880, "inner": 768},
     "odd": {"tokens": 127, "chosen": 2, "experts": 5, "width": 37, "inner": 9},
 }
-SLACK = {torch.float32: 1e-6, torch.float16: 2e-4, BF16: 1e-3}
+SLACK = {torch.float32: 3e-6, torch.float16: 2e-4, BF16: 1e-3}
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -104,7 +104,7 @@ def test_every_lowering_of_the_operator(lowering: str, dtype: torch.dtype, size:
     def forced(node: Any, candidates: Sequence[Any], *_: Any) -> Any:
         found = next((c for c in candidates if c.name == lowering), None)
         took.add("none" if found is None else found.name)
-        return found or candidates[0]
+        return found or candidates[0], "forced"
 
     torch._dynamo.reset()
     monkeypatch.setattr(choose, "_fastest", forced)

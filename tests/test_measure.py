@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import report_samples
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -126,7 +127,7 @@ def experts_call(dtype: torch.dtype = BF16) -> dict[str, Any]:
 
 def winner(call: torch.fx.Node, *others: Candidate) -> str:
     inline = candidate("inline", 1.0, OPS[call.target].reference)
-    return measure.fastest(call, [inline, *others], read(None, None), current_recipe()).name
+    return measure.fastest(call, [inline, *others], read(None, None), current_recipe())[0].name
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16, F32])
@@ -335,16 +336,16 @@ def test_measuring_ends_after_a_while(level: str, monkeypatch: pytest.MonkeyPatc
     def run(width: int) -> str:
         call = linear_call(64, width=width)
         inline = candidate("inline", 1.0, OPS[call.target].reference)
-        return measure.fastest(call, [inline, fast(call)], read(None, {"autotune": level}), current_recipe()).name
+        return measure.fastest(call, [inline, fast(call)], read(None, {"autotune": level}), current_recipe())[0].name
 
     assert [run(width) for width in (16, 32, 48, 64, 16)] == ["other", "other", "inline", "inline", "other"]
     assert clock.calls == 2
     lines = [record.getMessage() for record in caplog.records if record.name == "fxfuse.measure"]
     assert lines == [
         "fxfuse.linear_act.default: measuring 2 candidates (inline, other)",
-        "fxfuse.linear_act.default: other wins (inline 1.0000 ms, other 0.5000 ms)",
+        "fxfuse.linear_act.default: other wins (other 0.5000 ms, inline 1.0000 ms)",
         "fxfuse.linear_act.default: measuring 2 candidates (inline, other)",
-        "fxfuse.linear_act.default: other wins (inline 1.0000 ms, other 0.5000 ms)",
+        "fxfuse.linear_act.default: other wins (other 0.5000 ms, inline 1.0000 ms)",
         f"measuring took {clock.now:.0f} s, autotune={level!r} allows {clock.now:.0f} s in one process: "
         "operators not measured yet are inlined",
     ]
@@ -374,6 +375,27 @@ def test_off_reads_and_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     call = linear_call(64)
     op = OPS[call.target]
     assert op.candidates
-    assert choose._chosen(call, op, read(None, {"autotune": "off", "strict": True}), current_recipe(), []).name == "inline"
+    assert choose._chosen(call, op, read(None, {"autotune": "off", "strict": True}), current_recipe(), [])[0].name == "inline"
     with pytest.raises(fxfuse.LoweringError, match="it looked"):
         choose._chosen(call, op, read(None, {"strict": True}), current_recipe(), [])
+
+
+def test_the_report_says_how_a_lowering_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The times, the winner's first, and why the others may not run; every operator of a region has its line."""
+    Clock(monkeypatch, 0.0)
+    monkeypatch.setattr(choose, "_on_gpu", lambda _: True)
+    call = linear_call(64)
+    third = Candidate("third", lambda **_: "too wide", fast(call).function)
+    op = dataclasses.replace(OPS[call.target], candidates=[fast(call), third])
+    op = dataclasses.replace(op, reference=candidate("inline", 1.0, op.reference).function)
+    chosen, how = choose._chosen(call, op, read(None, {"strict": True}), current_recipe(), [])
+    assert chosen.name == "other" and how == "other 0.5000 ms, inline 1.0000 ms; not third: too wide"
+    alone = dataclasses.replace(op, candidates=op.candidates[1:])
+    assert choose._chosen(call, alone, read(None, {}), current_recipe(), [])[1] == "inline; not third: too wide"
+    assert choose._chosen(call, alone, read(None, {"autotune": "off"}), current_recipe(), [])[1] == ""
+    region = report_samples.fused(after=("linear_act", "getitem"))
+    assert choose._with_kernel(region, {"linear_act": "other"}, {"linear_act": how}).choices == (how,)
+    report = fxfuse.Report([report_samples.graph("joint", (report_samples.fused(choices=("linear_act: " + how,)),))])
+    assert "kernels (the chosen one first)\n  linear_act: other 0.5000 ms" in str(report)
+    assert "not third: too wide" in report._repr_mimebundle_()["text/html"]
+    assert fxfuse.Report.from_json(report.to_json()) == report

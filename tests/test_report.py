@@ -174,7 +174,7 @@ def change(**changes: object) -> str:
         (change(recipe=None), "report.recipe: str is needed"),
         (change(graphs={}), "report.graphs: a list is needed"),
         (change(graphs=[1]), r"report.graphs\[0\]: an object is needed"),
-        (json.dumps({"fxfuse_report": 1}), "missing field 'failures'"),
+        (json.dumps({"fxfuse_report": 2}), "missing field 'failures'"),
         (sample().to_json().replace('"nodes": 181', '"nodes": true'), r"report.graphs\[0\].nodes: int is needed"),
         (sample().to_json().replace('"nodes": 181', '"nodes": 1' + "0" * 400), "nodes: int is needed"),
         (sample().to_json().replace('"nodes": 181', '"nodes": 1' + "0" * 5000), "not a fxfuse report"),

@@ -239,7 +239,7 @@ def step(run: Any, leaves: Sequence[Tensor]) -> list[Tensor]:
 def extern(monkeypatch: pytest.MonkeyPatch, hopper: None) -> None:
     """The vendor's product is taken wherever it is legal."""
     monkeypatch.setattr(choose, "_on_gpu", lambda node: True)
-    monkeypatch.setattr(choose, "_fastest", lambda node, candidates, *_: candidates[-1])
+    monkeypatch.setattr(choose, "_fastest", lambda node, candidates, *_: (candidates[-1], "forced"))
     torch._dynamo.reset()
 
 

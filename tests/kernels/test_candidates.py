@@ -212,7 +212,7 @@ def test_what_they_refuse() -> None:
 def test_a_compiled_block_runs_them(routing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the real graph and Inductor, as on a GPU where they are the fastest."""
     monkeypatch.setattr(choose, "_on_gpu", lambda node: True)
-    monkeypatch.setattr(measure, "fastest", lambda node, candidates, *_: candidates[-1])
+    monkeypatch.setattr(measure, "fastest", lambda node, candidates, *_: (candidates[-1], "forced"))
     ran: set[str] = set()
 
     def watched(name: str) -> Any:
