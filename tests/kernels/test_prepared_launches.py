@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -180,23 +180,27 @@ def test_launch_hooks_see_every_launch(twice: Callable[[], Any], monkeypatch: py
     assert len(own) == 1
 
 
+class Slow(Tensor):
+    """Whoever asks for its address lets other threads go on."""
+
+    def data_ptr(self) -> int:
+        time.sleep(1e-4)
+        return super().data_ptr()
+
+
 def test_launches_of_several_threads(absent: Absent, twice: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each hands over its own tensors."""
-    own, interval = own_launches(monkeypatch), sys.getswitchinterval()
-    tensors = [(torch.zeros(4, 16), torch.zeros(3, dtype=torch.int32)) for _ in range(4)]
-    threads = [threading.Thread(target=lambda t=t: [PORTABLE.bias_gradient(*t) for _ in range(300)]) for t in tensors]
+    own = own_launches(monkeypatch)
+    pairs = [(torch.zeros(4, 16).as_subclass(Slow), torch.zeros(3, dtype=torch.int32).as_subclass(Slow)) for _ in range(4)]
+    threads = [threading.Thread(target=lambda p=p: [PORTABLE.bias_gradient(*p) for _ in range(5)]) for p in pairs]
     absent.launched.clear()
-    sys.setswitchinterval(1e-6)
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert len(absent.launched) == 1200 and not own
-    pairs = [{t.data_ptr() for t in pair} for pair in tensors]
-    assert all(any(pair <= set(handed(launched)) for pair in pairs) for launched in absent.launched)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(absent.launched) == 20 and not own
+    addresses = [{t.data_ptr() for t in pair} for pair in pairs]
+    assert all(any(a <= set(handed(launched)) for a in addresses) for launched in absent.launched)
 
 
 def test_another_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
