@@ -4,6 +4,7 @@
 
 dispatch    microseconds of what Dynamo calls, against the plan that it runs: our choice of a plan alone
 switch      microseconds that entering and leaving another recipe adds to two calls, for each of the two switches
+launch      microseconds of the host until a function of our kernels returns, the GPU being idle; on a GPU alone
 call        microseconds of one call of a tiny compiled function, Dynamo and AOTAutograd included
 step        one training step of the demo model; the two are run in turn and compared round by round
 """
@@ -29,7 +30,7 @@ from language_model import LanguageModel  # noqa: E402
 from record import record  # noqa: E402  (imports fxfuse: without an installation, that is what registers the backend)
 
 import fxfuse  # noqa: E402
-from fxfuse import dispatch  # noqa: E402
+from fxfuse import dispatch, kernels  # noqa: E402
 
 BACKENDS = ("inductor", "fxfuse")
 
@@ -132,6 +133,21 @@ def switch_table(rounds: int) -> list[dict[str, Any]]:
     return [{"what": "one switch", "added us": statistics.median(added), "least us": min(added)}]
 
 
+def launch_table(tokens: int = 64) -> list[dict[str, Any]]:
+    """Every function of each path of kernels, at sizes of Qwen3-30B-A3B: the second call on, whose launches are prepared."""
+    from moe import BLOCKS, host_microseconds
+    from moe_kernels import Operands, functions
+
+    operands = Operands(BLOCKS["Qwen3-30B-A3B"], tokens, "cuda")
+    rows = []
+    for path in kernels.PATHS:
+        for name, call in functions(kernels.path(path), operands).items():
+            call()
+            us = host_microseconds(lambda _, call=call: call(), lambda: None)
+            rows.append({"path": path, "function": name, "median us": us})
+    return rows
+
+
 def new_model() -> LanguageModel:
     torch.manual_seed(0)
     return LanguageModel().to("cuda" if torch.cuda.is_available() else "cpu")
@@ -171,7 +187,7 @@ def step_table(rounds: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    tables = ["dispatch", "switch", "call", "step"]
+    tables = ["dispatch", "switch", "call", "step", *(["launch"] if torch.cuda.is_available() else [])]
     parser.add_argument("tables", nargs="*", default=tables, help=f"{', '.join(tables)} (all)")
     parser.add_argument("--rounds", type=int, default=40)
     args = parser.parse_args()
@@ -179,6 +195,10 @@ def main() -> None:
         record("overhead_dispatch", "choosing the plan of a call, CPU", dispatch_table(max(4, args.rounds // 4)))
     if "switch" in args.tables:
         record("overhead_switch", "choosing another recipe's plan, CPU", switch_table(max(4, args.rounds // 4)))
+    if "launch" in args.tables:
+        if not torch.cuda.is_available():
+            raise SystemExit("benchmarks/overhead.py launch measures launches on a GPU and there is no GPU here")
+        record("overhead_launch", "a function of our kernels until it returns, GPU idle", launch_table())
     if "call" in args.tables:
         record("overhead_call", "one call of a tiny function, CPU", call_table(max(4, args.rounds // 4)))
     if "step" in args.tables:

@@ -55,6 +55,7 @@ class Launch:
         self.kernel, self.grid, self.device, self.scalars, self.options = kernel, grid, device, tuple(scalars), options
         self.slots = slots or {}
         self.guarded = device.type == "cuda" and torch.cuda.device_count() > 1
+        self.compiled: Any = None
         self.direct: Callable[[Sequence[Tensor | int | None]], bool] | None = None
 
     def __call__(self, *tensors: Tensor | int | None) -> None:
@@ -76,6 +77,7 @@ class Launch:
         aligned = not any(isinstance(a, Tensor) and a.data_ptr() % ALIGNMENT for a in args)
         if self.direct is None and compiled is not None and aligned:
             named = [self.options[name] for name in self.kernel.arg_names[len(args) + len(self.scalars) :]]
+            self.compiled = compiled  # owns the code
             self.direct = _direct(compiled, self.grid, self.device.index, tensors, self.slots, (*self.scalars, *named))
 
 
@@ -138,10 +140,8 @@ def _direct(
 
 def _launcher(compiled: Any, described: bool) -> Callable[..., Any] | None:
     """The C function behind a compiled kernel, of x, y, z, stream and the kernel's arguments: no scratch memory, no hooks."""
-    from triton.backends import nvidia
-
     kept = compiled.run
-    if not isinstance(kept, nvidia.driver.CudaLauncher) or kept.global_scratch_size or kept.profile_scratch_size:
+    if type(kept).__name__ != "CudaLauncher" or kept.global_scratch_size or kept.profile_scratch_size:
         return None
     flags = (compiled.function, kept.launch_cooperative_grid, kept.launch_pdl)
     if VERSION in ((3, 5), (3, 6)):  # a function for each signature, in a closure where there are descriptors to encode
