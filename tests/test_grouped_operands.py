@@ -61,6 +61,28 @@ def test_of_a_block(products: list[tuple[Tensor, Tensor]], layout: dict[str, Any
     assert_fit_for_a_gpu(products)
 
 
+@pytest.mark.parametrize("backend", ["none", "fxfuse"])
+@pytest.mark.parametrize("d_turned", [False, True])
+@pytest.mark.parametrize("x_turned", [False, True])
+def test_of_sums_over_rows_in_every_layout(
+    products: list[tuple[Tensor, Tensor]], x_turned: bool, d_turned: bool, backend: str
+) -> None:
+    """Whether an operand's rows or its columns are contiguous when the product is asked for."""
+
+    def summed(x: Tensor, d: Tensor, ends: Tensor) -> Tensor:
+        x, d = x * 2, d + 1
+        x, d = x.t().contiguous().t() if x_turned else x, d.t().contiguous().t() if d_turned else d
+        return grouped_mm(x.t(), d, ends)
+
+    x, d = torch.randn(40, 48).to(BF16), torch.randn(40, 16).to(BF16)
+    ends = torch.tensor([5, 5, 39], dtype=torch.int32)
+    run = summed if backend == "none" else torch.compile(summed, backend=backend)
+    got = run(x, d, ends)
+    torch.testing.assert_close(got, reference_grouped_mm((x * 2).t(), d + 1, ends), rtol=2e-2, atol=2e-2)
+    assert len(products) == 1
+    assert_fit_for_a_gpu(products)
+
+
 @pytest.mark.parametrize("turned", [False, True])
 def test_of_operands_that_are_yet_to_be_computed(products: list[tuple[Tensor, Tensor]], turned: bool) -> None:
     """A sum over rows of pointwise results, one of them transposed; and a weight that is cast on the way."""

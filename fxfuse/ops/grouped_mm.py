@@ -27,17 +27,22 @@ def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     kernels, and elsewhere (or in fp64) to a loop over the experts, which synchronises with the host.
     """
     if a.dtype is torch.bfloat16:
-        left, right = _aligned(a), _aligned(b)
+        sums = b.dim() == 2
+        left, right = _aligned(a, -1 if sums else None), _aligned(b, -2 if sums else None)
         if left is not None and right is not None:
             return torch.ops.aten._grouped_mm(_as_it_lies(left), _as_it_lies(right), ends)
     return torch.ops.fxfuse.grouped_mm_loop(a, b, ends)
 
 
-def _aligned(t: Tensor) -> Tensor | None:
-    """``t`` with strides that ``torch._grouped_mm`` takes, copied if need be, or None where the width forbids it."""
-    if _has_aligned_strides(t):
+def _aligned(t: Tensor, grouped: int | None = None) -> Tensor | None:
+    """``t`` with strides that ``torch._grouped_mm`` takes, copied if need be, or None where the width forbids it.
+
+    ``grouped``: the dimension in which groups follow each other, if it is summed over; it must not be the contiguous one, as
+    groups of any length begin at any address there.
+    """
+    if _has_aligned_strides(t) and (grouped is None or t.stride(grouped) != 1):
         return t
-    t = t.contiguous()
+    t = t.transpose(-2, -1).contiguous().transpose(-2, -1) if grouped == -1 else t.contiguous()
     return t if _has_aligned_strides(t) else None
 
 
