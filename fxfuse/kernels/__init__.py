@@ -56,3 +56,8 @@ def capability(device: torch.device) -> tuple[int, int]:
 def path(name: str) -> ModuleType:
     """The module with the functions of a path; loads Triton."""
     return importlib.import_module(PATHS[name].module)
+
+
+def twins() -> ModuleType:
+    """The module with the definitions of these functions in plain torch, for any device."""
+    return importlib.import_module("fxfuse.kernels.reference")

@@ -113,7 +113,7 @@ def _no_autocast(args: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
 
 
 def _signature(name: str, args: Sequence[Any]) -> tuple[Any, ...]:
-    return (name, *[a.shape if isinstance(a, torch.Tensor) else a for a in args])
+    return (name, *[a.shape if isinstance(a, torch.Tensor) else tuple(a) if isinstance(a, list) else a for a in args])
 
 
 def forget_failed_launches() -> None:

@@ -2,12 +2,16 @@
 
 Against the references: gathered rows and the activation's gradients are never in memory, the down projection's gradient is
 not rounded before the activation's derivative, and a bias is added before the product is rounded.
+
+Each candidate is one operator, ``fxfuse::<the grouped operator>_kernels``, with the path of kernels as its last argument: what
+lies between its launches costs the host little. On a CPU the kernels' twins run, so that a graph with it can be run there.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,9 +19,8 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels import hopper_launch
-from ..kernels import ops as kernel
 from ..versions import software
-from .define import nothing
+from .define import TAGS, FusedOp, launch, library, nothing
 from .grouped_experts import _grouped_experts, _grouped_experts_backward
 from .grouped_mlp import _grouped_mlp, _grouped_mlp_backward, _routed_rows, route
 from .grouped_mm import used, wide
@@ -58,16 +61,16 @@ def mlp(
     alpha: float | None,
     first: bool,
     save: bool,
-    *,
     path: str,
 ) -> tuple[Tensor, ...]:
     """``fxfuse::grouped_mlp``."""
+    kernel = _functions(path, w_gate)
     experts = w_down.shape[0]
-    order, inverse, counted = kernel.route(ids, experts, path) if ends is None else route(ids, experts, ends)
+    order, inverse, counted = kernel.route(ids, experts) if ends is None else route(ids, experts, ends)
     rows, gather = _rows(x, ids, p if first else None, order, w_gate.dtype)
-    a, h, u = kernel.up(rows, gather, w_gate, w_up, b_gate, counted, act, layout, limit, alpha, save, path)
-    y = kernel.matmul(a, w_down, counted, True, None, False, path)
-    out = kernel.combine(y, None if first else p, b_down, ids, inverse, counted, x, path)
+    a, h, u = kernel.up(rows, gather, w_gate, w_up, b_gate, counted, act, layout, limit, alpha, save)
+    y = kernel.matmul(a, w_down, counted, transposed=True, bias=None, zero_tail=False)
+    out = kernel.combine(y, None if first else p, b_down, ids, inverse, counted, x)
     if not save:
         return out, nothing(a), nothing(a), nothing(order), nothing(order), nothing(counted)
     return out, h, u, order, inverse, counted if ends is None else nothing(ends)
@@ -100,53 +103,53 @@ def mlp_backward(
     alpha: float | None,
     first: bool,
     mask: list[bool],
-    *,
     path: str,
 ) -> tuple[Tensor, ...]:
     """``fxfuse::grouped_mlp_backward``."""
+    kernel = _functions(path, w_gate)
     need_x, need_p, need_gate, need_up, need_down, need_b_gate, need_b_down = mask
     kind, dtype = (act, layout, limit, alpha), w_gate.dtype
     tokens = torch.div(order, ids.shape[1], rounding_mode="trunc")
     rows, gather = _rows(x, ids, p if first else None, order, dtype)
     if h is None:
-        _, h, u = kernel.up(rows, gather, w_gate, w_up, b_gate, ends, *kind, True, path)
+        _, h, u = kernel.up(rows, gather, w_gate, w_up, b_gate, ends, *kind, True)
         u = None if w_up is None else u
     weight = None if p is None or first else wide(p.reshape(-1)[order])
     dy, source = grad.to(dtype), tokens
     found: list[Tensor | None] = [None] * 7
     if need_b_down:
-        found[6] = kernel.bias_gradient(dy, ends, weight, tokens, path)
+        found[6] = kernel.bias_gradient(dy, ends, weight, tokens)
     if any(mask[:6]):
         dy, source = _gathered(dy, tokens, path)
-        dh, du, dp, scaled = kernel.dh(dy, source, w_down, weight, h, u, ends, *kind, path)
+        dh, du, dp, scaled = kernel.dh(dy, source, w_down, weight, h, u, ends, *kind)
         if need_gate or need_up:
             rows, gather = _gathered(rows, gather, path)
         if need_down:
-            found[4] = _weight_gradient(dy, scaled, source, None, ends, w_down, path)
+            found[4] = _weight_gradient(kernel, dy, scaled, source, None, ends, w_down)
         if need_gate:
-            found[2] = _weight_gradient(dh, rows, None, gather, ends, w_gate, path)
+            found[2] = _weight_gradient(kernel, dh, rows, None, gather, ends, w_gate)
         if need_up and w_up is not None:
-            found[3] = _weight_gradient(du, rows, None, gather, ends, w_up, path)
+            found[3] = _weight_gradient(kernel, du, rows, None, gather, ends, w_up)
         if need_b_gate:
-            found[5] = kernel.bias_gradient(dh, ends, None, None, path)
+            found[5] = kernel.bias_gradient(dh, ends, None, None)
         if need_p and not first:
             assert p is not None
             found[1] = _router_gradient(dp, grad, b_down, ids, inverse, ends).to(p.dtype)
         if need_x or (need_p and first):
-            drows = _rows_gradient(dh, du, w_gate, w_up, ends, False, path)
+            drows = _rows_gradient(kernel, dh, du, w_gate, w_up, ends, False)
             if need_p and first:
                 assert p is not None
                 inside = used(ends, torch.arange(order.shape[0], device=order.device))
                 products = torch.where(inside, wide(drows) * wide(x[tokens]), 0)
                 found[1] = products.sum(-1)[inverse].view(ids.shape).to(p.dtype)
             if need_x:
-                found[0] = kernel.combine(drows, p if first else None, None, ids, inverse, ends, x, path)
+                found[0] = kernel.combine(drows, p if first else None, None, ids, inverse, ends, x)
     return tuple(nothing(grad) if t is None else t for t in found)
 
 
 def _gathered(rows: Tensor, gather: Tensor | None, path: str) -> tuple[Tensor, Tensor | None]:
     """Rows and which of them a product takes: gathered once for all products where the path's do not gather."""
-    return (rows, gather) if gather is None or kernels.PATHS[path].gathers else (rows[gather], None)
+    return (rows, gather) if gather is None or kernels.PATHS[path].gathers else (rows.index_select(0, gather), None)
 
 
 def _router_gradient(dp: Tensor, grad: Tensor, b: Tensor | None, ids: Tensor, inverse: Tensor, ends: Tensor) -> Tensor:
@@ -160,20 +163,21 @@ def _router_gradient(dp: Tensor, grad: Tensor, b: Tensor | None, ids: Tensor, in
 
 
 def _weight_gradient(
-    d: Tensor, x: Tensor, gather_d: Tensor | None, gather_x: Tensor | None, ends: Tensor, like: Tensor, path: str
+    kernel: ModuleType, d: Tensor, x: Tensor, gather_d: Tensor | None, gather_x: Tensor | None, ends: Tensor, like: Tensor
 ) -> Tensor:
     """(E, N, M), laid out in memory as the weight ``like`` is."""
     if like.stride(-1) == 1:
-        return kernel.wgrad(d, x, gather_d, gather_x, ends, path)
-    return kernel.wgrad(x, d, gather_x, gather_d, ends, path).transpose(1, 2)
+        return kernel.wgrad(d, x, gather_d, gather_x, ends)
+    return kernel.wgrad(x, d, gather_x, gather_d, ends).transpose(1, 2)
 
 
 def _rows_gradient(
-    dh: Tensor, du: Tensor, w_gate: Tensor, w_up: Tensor | None, ends: Tensor, zero_tail: bool, path: str
+    kernel: ModuleType, dh: Tensor, du: Tensor, w_gate: Tensor, w_up: Tensor | None, ends: Tensor, zero_tail: bool
 ) -> Tensor:
     """(S, H) of the rows that went into the first linear."""
-    drows = kernel.matmul(dh, w_gate, ends, False, None, zero_tail, path)
-    return drows if w_up is None else drows + kernel.matmul(du, w_up, ends, False, None, zero_tail, path)
+    product = functools.partial(kernel.matmul, transposed=False, bias=None, zero_tail=zero_tail)
+    drows = product(dh, w_gate, ends)
+    return drows if w_up is None else drows + product(du, w_up, ends)
 
 
 def experts(
@@ -189,12 +193,12 @@ def experts(
     limit: float | None,
     alpha: float | None,
     save: bool,
-    *,
     path: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``fxfuse::grouped_experts``."""
-    a, h, u = kernel.up(rows, None, w_gate, w_up, b_gate, ends, act, layout, limit, alpha, save, path)
-    return kernel.matmul(a, w_down, ends, True, b_down, True, path), h, u
+    kernel = _functions(path, w_gate)
+    a, h, u = kernel.up(rows, None, w_gate, w_up, b_gate, ends, act, layout, limit, alpha, save)
+    return kernel.matmul(a, w_down, ends, transposed=True, bias=b_down, zero_tail=True), h, u
 
 
 def experts_backward(
@@ -213,34 +217,42 @@ def experts_backward(
     limit: float | None,
     alpha: float | None,
     mask: list[bool],
-    *,
     path: str,
 ) -> tuple[Tensor, ...]:
     """``fxfuse::grouped_experts_backward``."""
+    kernel = _functions(path, w_gate)
     need_rows, need_gate, need_up, need_down, need_b_gate, need_b_down = mask
     kind = (act, layout, limit, alpha)
     if h is None:
-        _, h, u = kernel.up(rows, None, w_gate, w_up, b_gate, ends, *kind, True, path)
+        _, h, u = kernel.up(rows, None, w_gate, w_up, b_gate, ends, *kind, True)
         u = None if w_up is None else u
     found: list[Tensor | None] = [None] * 6
     if need_b_down:
-        found[5] = kernel.bias_gradient(grad, ends, None, None, path)
+        found[5] = kernel.bias_gradient(grad, ends, None, None)
     if any(mask[:5]):
-        dh, du, _, a = kernel.dh(grad, None, w_down, None, h, u, ends, *kind, path)
+        dh, du, _, a = kernel.dh(grad, None, w_down, None, h, u, ends, *kind)
         if need_down:
-            found[3] = _weight_gradient(grad, a, None, None, ends, w_down, path)
+            found[3] = _weight_gradient(kernel, grad, a, None, None, ends, w_down)
         if need_gate:
-            found[1] = _weight_gradient(dh, rows, None, None, ends, w_gate, path)
+            found[1] = _weight_gradient(kernel, dh, rows, None, None, ends, w_gate)
         if need_up and w_up is not None:
-            found[2] = _weight_gradient(du, rows, None, None, ends, w_up, path)
+            found[2] = _weight_gradient(kernel, du, rows, None, None, ends, w_up)
         if need_b_gate:
-            found[4] = kernel.bias_gradient(dh, ends, None, None, path)
+            found[4] = kernel.bias_gradient(dh, ends, None, None)
         if need_rows:
-            found[0] = _rows_gradient(dh, du, w_gate, w_up, ends, True, path)
+            found[0] = _rows_gradient(kernel, dh, du, w_gate, w_up, ends, True)
     return tuple(nothing(grad) if t is None else t for t in found)
 
 
-FUNCTIONS = (
+def _functions(path: str, like: Tensor) -> ModuleType:
+    """The functions of a path, or where it cannot run their twins."""
+    return kernels.path(path) if like.is_cuda else kernels.twins()
+
+
+# ------------------------------------------------------------------------------------------------ as operators
+
+
+FUNCTIONS: tuple[tuple[FusedOp, Callable[..., Any]], ...] = (
     (_grouped_mlp, mlp),
     (_grouped_mlp_backward, mlp_backward),
     (_grouped_experts, experts),
@@ -248,10 +260,27 @@ FUNCTIONS = (
 )
 
 
+def _operator(op: FusedOp, function: Callable[..., Any]) -> Any:
+    """``fxfuse::<op>_kernels``: the arguments of ``op`` and the path; where a launch fails, the reference of ``op``."""
+    name = op.overload.overloadpacket.__name__
+    kernels_name = f"{name}_kernels"
+    if not hasattr(torch.ops.fxfuse, kernels_name):  # a reloaded module finds its operator defined
+        arguments, results = str(op.overload._schema).removeprefix(f"fxfuse::{name}(").split(") -> ")
+
+        def reference(*args: Any) -> Any:
+            return op.reference(*args[:-1])
+
+        library.define(f"{kernels_name}({arguments}, str path) -> {results}", tags=TAGS)
+        library.impl(kernels_name, reference, "CompositeExplicitAutograd")
+        library.impl(kernels_name, function, "CPU")
+        library.impl(kernels_name, launch(kernels_name, function, reference), "CUDA")
+    return getattr(torch.ops.fxfuse, kernels_name).default
+
+
 def register(name: str, path: str, refuses: Callable[..., str | None]) -> None:
     """Make a path of kernels a candidate of all grouped operators."""
     for op, function in FUNCTIONS:
-        op.candidate(name, refuses)(functools.partial(function, path=path))
+        op.candidate(name, refuses)(functools.partial(_operator(op, function), path=path))
 
 
 register("triton", "portable", refusal)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -16,7 +14,6 @@ import interpreter  # its process was started with TRITON_INTERPRET=1
 import pytest
 import torch
 from contract import BF16, ENDS, F16, F32, LAYOUTS, STORED, VARIANTS, Case
-from torch import Tensor
 
 from fxfuse.kernels import path, plans
 from fxfuse.ops import grouped_kernels, grouped_mm
@@ -25,19 +22,6 @@ from fxfuse.ops.grouped_mlp import _grouped_mlp, _grouped_mlp_backward
 PORTABLE = path("portable")
 
 
-def launched(name: str) -> Callable[..., Any]:
-    """A kernel as its operator calls it, the path being the last argument."""
-    return lambda *args: getattr(PORTABLE, name)(*args[:-1])
-
-
-def launched_matmul(a: Tensor, w: Tensor, ends: Tensor, transposed: bool, bias: Tensor | None, zero_tail: bool, _: str) -> Tensor:
-    return PORTABLE.matmul(a, w, ends, transposed=transposed, bias=bias, zero_tail=zero_tail)
-
-
-LAUNCHED = SimpleNamespace(
-    **{name: launched(name) for name in ("up", "dh", "wgrad", "route", "combine", "bias_gradient")}, matmul=launched_matmul
-)
-"""In the place of ``kernels.ops``."""
 dtypes = pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=["fp32", "fp16", "bf16"])
 every_end = pytest.mark.parametrize("ends", ENDS)
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
@@ -172,7 +156,7 @@ def test_combine(dtype: torch.dtype, weights: torch.dtype | None, tokens: int, c
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_block_of_kernels(layout: str, first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The candidates with the kernels themselves, forward and backward, against the references in fp64."""
-    monkeypatch.setattr(grouped_kernels, "kernel", LAUNCHED)
+    monkeypatch.setattr(grouped_kernels, "_functions", lambda path, like: PORTABLE)
     tokens, chosen, experts, hidden, inner = 12, 2, 4, 40, 9
     wide = 2 * inner if layout in ("concat", "interleaved") else inner
     ids = contract.random_ids(tokens, chosen, experts)

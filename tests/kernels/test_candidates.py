@@ -158,34 +158,34 @@ def test_weight_gradients_are_laid_out_as_the_weights(contiguous: str) -> None:
 # ------------------------------------------------------------------------------------------------ the kernels' operators
 
 
-def calls() -> list[tuple[str, tuple[Any, ...]]]:
-    """One call of each operator on tensors."""
-    rows, ends = torch.randn(6, 8), torch.tensor([2, 2, 5], dtype=torch.int32)
-    gather, w, w_down = torch.randint(4, (6,)), torch.randn(3, 8, 8), torch.randn(3, 8, 4)
-    x, ids = torch.randn(4, 8), torch.randint(-1, 4, (3, 2))
-    kind = ("silu", "concat", None, None)
-    _, inverse, counted = torch.ops.fxfuse.moe_route(ids, 3, "portable")
-    half = torch.randn(3, 4, 8)
-    return [
-        ("moe_up", (x, gather, w, None, None, ends, *kind, True, "portable")),
-        ("moe_up", (x, gather, half, half, None, ends, "gelu", "separate", 0.5, 1.5, True, "portable")),
-        ("moe_up", (rows, None, half, None, torch.randn(3, 4), ends, "relu", "plain", None, None, False, "portable")),
-        ("moe_matmul", (rows, w, ends, True, None, True, "portable")),
-        ("moe_matmul", (rows, torch.randn(3, 8, 5), ends, False, torch.randn(3, 5), False, "portable")),
-        ("moe_dh", (x, gather, w_down, torch.rand(6), rows, None, ends, *kind, "portable")),
-        ("moe_dh", (rows, None, w_down, None, rows[:, :4], rows[:, 4:], ends, "silu", "separate", None, None, "portable")),
-        ("moe_wgrad", (rows, x, None, gather, ends, "portable")),
-        ("moe_bias_gradient", (x, ends, torch.rand(6), gather, "portable")),
-        ("moe_route", (ids, 3, "portable")),
-        ("moe_combine", (rows, torch.rand(3, 2), torch.randn(3, 8), ids, inverse, counted, rows.bfloat16(), "portable")),
-    ]
-
-
-@pytest.mark.parametrize("place", range(11))
-def test_fakes_of_the_operators(place: int) -> None:
-    name, args = calls()[place]
-    operator = getattr(torch.ops.fxfuse, name).default
-    torch.library.opcheck(operator, args, test_utils=("test_schema", "test_faketensor"))
+@pytest.mark.parametrize("save", [True, False])
+@every_block
+def test_the_operators_say_what_they_return(fields: dict[str, Any], save: bool) -> None:
+    forward = {**arguments(Block(**fields)), "save": save}
+    _, *saved = candidate("grouped_mlp")[1](**{**forward, "save": True})
+    backward = backward_arguments(forward, tuple(saved), save)
+    rows, ends = torch.randn(9, 40, dtype=F64), torch.tensor([0, 4, 4, 7], dtype=torch.int32)
+    shared = {n: v for n, v in forward.items() if n not in ("x", "ids", "p", "ends", "first")}
+    experts = {"rows": rows, "ends": ends, **shared}
+    _, h, u = candidate("grouped_experts")[1](**{**experts, "save": True})
+    there = [True, *[forward[n] is not None for n in ("w_gate", "w_up", "w_down", "b_gate", "b_down")]]
+    again = {
+        "grad": torch.randn_like(rows),
+        **experts,
+        "h": h if save else None,
+        "u": u if save and forward["w_up"] is not None else None,
+    }
+    again = {**again, "mask": there}
+    calls = {
+        "grouped_mlp": forward,
+        "grouped_mlp_backward": backward,
+        "grouped_experts": experts,
+        "grouped_experts_backward": again,
+    }
+    for name, named in calls.items():
+        operator = getattr(torch.ops.fxfuse, f"{name}_kernels").default
+        args = [named[a.name] for a in operator._schema.arguments[:-1]]
+        torch.library.opcheck(operator, (*args, "portable"), test_utils=("test_schema", "test_faketensor"))
 
 
 def test_every_path_has_every_function() -> None:
