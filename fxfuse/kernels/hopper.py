@@ -32,6 +32,7 @@ __all__ = [
     "back",
     "barriers",
     "beside",
+    "claim",
     "descriptor",
     "fence_async_shared",
     "gl",
@@ -40,11 +41,12 @@ __all__ = [
     "hear",
     "lay",
     "layout",
+    "mailbox",
     "mbarrier",
     "put_after",
     "send",
     "step",
-    "take",
+    "tell",
     "tile_at",
     "tma",
     "unzip",
@@ -85,7 +87,7 @@ def descriptor(
 
 
 @gluon.jit
-def tile_at(table, t, across, cid: gl.constexpr):
+def tile_at(table, t, across):
     # The records are those of hopper_tiles. 64-row blocks go two to a tile; the first tile takes the odd one.
     record = table + (1 + t // across) * 8
     e = gl.load(record)
@@ -97,8 +99,12 @@ def tile_at(table, t, across, cid: gl.constexpr):
     n = r // count
     i = r - n * count
     odd = (end - start + 63) // 64 % 2
-    row = start + 64 * (gl.maximum(2 * i - odd, 0) + cid)
-    return e, row, start + 64 * (2 * i + 2 - odd), end, n
+    return e, start + 64 * gl.maximum(2 * i - odd, 0), start + 64 * (2 * i + 2 - odd), end, n
+
+
+@gluon.jit
+def claim(counter):
+    return gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
 
 
 @gluon.jit
@@ -116,21 +122,42 @@ def back(s, S: gl.constexpr):
 
 
 @gluon.jit
-def take(counter, slot, told, heard, j, phase, WARPS: gl.constexpr = 1):
-    # The producer claims the next tile and tells the consumers.
-    t = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
+def tell(slot, told, heard, j, phase, v0, v1, v2, v3, v4, v5, WARPS: gl.constexpr = 1):
+    # The producer says what the next tile is: six integers, of which the first is its number.
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     mbarrier.wait(heard.index(j), phase ^ 1)
-    slot.index(j).store(gl.full([1], t, gl.int32, gl.BlockedLayout([1], [32], [WARPS], [0])))
+    slot.index(8 * j).store(gl.full([1], v0, gl.int32, L))
+    slot.index(8 * j + 1).store(gl.full([1], v1, gl.int32, L))
+    slot.index(8 * j + 2).store(gl.full([1], v2, gl.int32, L))
+    slot.index(8 * j + 3).store(gl.full([1], v3, gl.int32, L))
+    slot.index(8 * j + 4).store(gl.full([1], v4, gl.int32, L))
+    slot.index(8 * j + 5).store(gl.full([1], v5, gl.int32, L))
     mbarrier.arrive(told.index(j), count=1)
-    return t
+    return step(j, phase, 2)
+
+
+@gluon.jit
+def read(slot, i):
+    return gl.max(slot.index(i).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
 def hear(slot, told, heard, j, phase):
     mbarrier.wait(told.index(j), phase)
-    t = gl.max(slot.index(j).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    v0 = read(slot, 8 * j)
+    v1 = read(slot, 8 * j + 1)
+    v2 = read(slot, 8 * j + 2)
+    v3 = read(slot, 8 * j + 3)
+    v4 = read(slot, 8 * j + 4)
+    v5 = read(slot, 8 * j + 5)
     mbarrier.arrive(heard.index(j), count=1)
-    return t
+    j, phase = step(j, phase, 2)
+    return v0, v1, v2, v3, v4, v5, j, phase
+
+
+@gluon.jit
+def mailbox():
+    return gl.allocate_shared_memory(gl.int32, [16, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
@@ -189,9 +216,15 @@ def send(d, buffer, row, end, column):
 
 
 @gluon.jit
-def put_after(d, buffer, v, row, end, column):
-    # Once what was sent from this buffer before has been read.
-    tma.store_wait(0)
-    lay(d, buffer, v)
+def put_after(d, stage, cid: gl.constexpr, v, row, end, column):
+    # Through two buffers in turn, each once what was sent from it before has been read.
+    W: gl.constexpr = d.block_type.shape[3]
+    left, right = halves(v)
+    tma.store_wait(1)
+    lay(d, stage.index(2 * cid), left)
     fence_async_shared()
-    send(d, buffer, row, end, column)
+    send(d, stage.index(2 * cid), row, end, column)
+    tma.store_wait(1)
+    lay(d, stage.index(2 * cid + 1), right)
+    fence_async_shared()
+    send(d, stage.index(2 * cid + 1), row, end, column + W)

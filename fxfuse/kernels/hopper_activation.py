@@ -10,8 +10,20 @@ from .hopper import gl, gluon
 
 
 @gluon.jit
+def exp2(x):
+    # ex2.approx without the steps that save what rounds to zero in fp32.
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def reciprocal(x):
+    # To one unit in the last place, in one instruction where a division takes more; 1 / inf is 0.
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def sigmoid(x):
-    return 1 / (1 + gl.exp2(x * -1.4426950408889634))
+    return reciprocal(1 + exp2(x * -1.4426950408889634))
 
 
 @gluon.jit
@@ -31,8 +43,8 @@ def value_and_slope(x, ACT: gl.constexpr, ALPHA: gl.constexpr):
         slope = s + 1.702 * value * (1 - s)
     elif ACT == "gelu":
         # The normal distribution by Abramowitz and Stegun, 7.1.26, to 1e-7: fewer registers than erf, and the density for free.
-        e = gl.exp2(x * x * -0.7213475204444817)
-        r = 1 / (1 + gl.abs(x) * 0.23164190189395)
+        e = exp2(x * x * -0.7213475204444817)
+        r = reciprocal(1 + gl.abs(x) * 0.23164190189395)
         tail = r * (0.127414796 + r * (-0.142248368 + r * (0.7107068705 + r * (-0.7265760135 + r * 0.5307027145)))) * e
         s = gl.where(x < 0, tail, 1 - tail)
         value = x * s

@@ -47,7 +47,7 @@ class Config:
     """A thread, before the partitions trade: wgmma of 256 columns is not assembled for fewer than 154."""
 
 
-MM, GATHERED, DH, WGRAD = Config(4, 64), Config(4, 64, producer=40, consumer=232), Config(3, 64), Config(6, 32)
+MM, GATHERED, DH, WGRAD = Config(4, 64), Config(4, 64, producer=56, consumer=224), Config(4, 64), Config(6, 32)
 
 # ------------------------------------------------------------------------------------------------ what runs here
 
@@ -386,7 +386,7 @@ def _mm(
     if len({order for _, order in described}) > 1:
         raise ValueError("w_gate and w_up are stored in different orders")
     (b, order), (b2, _) = described[0], described[-1]
-    boxes = [_ragged(r, config.columns // 2) for r in results]
+    boxes = [_ragged(r, config.columns // 4) for r in results]
     pitch = _strides(a)[0] if gathers else 0
     columns = weights[0].part.shape[1]
     across, tiles = -(-columns // width), Tiles(ends, rows)

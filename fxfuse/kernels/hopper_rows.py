@@ -5,12 +5,13 @@ from __future__ import annotations
 from .hopper import (
     async_copy,
     back,
+    claim,
     fence_async_shared,
     gl,
     gluon,
     mbarrier,
     step,
-    take,
+    tell,
     tile_at,
     tma,
     warpgroup_mma,
@@ -51,10 +52,12 @@ def mm_gather(
     j = 0
     jphase = 0
     t = gl.program_id(0)
+    e, row, last, end, n = tile_at(table, gl.where(t < tiles, t, 0), across)
+    j, jphase = tell(slot, told, heard, j, jphase, t, e, row, last, end, n, 4)
     while t < tiles:
-        e, row, _last, end, n = tile_at(table, t, across, 0)
-        t = take(table + 1, slot, told, heard, j, jphase, 4)
-        j, jphase = step(j, jphase, 2)
+        t1 = claim(table + 1)
+        e1, row1, last1, end1, n1 = tile_at(table, gl.where(t1 < tiles, t1, 0), across)
+        j, jphase = tell(slot, told, heard, j, jphase, t1, e1, row1, last1, end1, n1, 4)
         i = row + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
         upper = gl.load(gather + i, mask=i < end, other=0).to(gl.int64) * (pitch // 8 * 8)
         lower = gl.load(gather + i + 64, mask=i + 64 < end, other=0).to(gl.int64) * (pitch // 8 * 8)
@@ -70,6 +73,28 @@ def mm_gather(
             async_copy.async_copy_global_to_shared(abuf.index(2 * s + 1), lower + k, mask=inside)
             async_copy.mbarrier_arrive(f, increment_count=False)
             s, phase = step(s, phase, S)
+        t = t1
+        e = e1
+        row = row1
+        end = end1
+        n = n1
+
+
+@gluon.jit
+def load_rows(
+    a, b, b2, e, row, n, depth, s, phase, abuf, bbuf, full, empty,
+    S: gl.constexpr, BK: gl.constexpr, BN: gl.constexpr, TB: gl.constexpr, MODE: gl.constexpr,
+):  # fmt: skip
+    # The stages of a tile.
+    for k in range(0, depth, BK):
+        f = full.index(s)
+        mbarrier.wait(empty.index(s), phase ^ 1)
+        mbarrier.expect(f, (128 + BN) * BK * 2)
+        tma.async_copy_global_to_shared(a, [row, k], f, abuf.index(2 * s))
+        tma.async_copy_global_to_shared(a, [row + 64, k], f, abuf.index(2 * s + 1))
+        load_b(b, b2, e, n, k, f, bbuf.index(s), BK, BN, TB, MODE)
+        s, phase = step(s, phase, S)
+    return s, phase
 
 
 @gluon.jit
@@ -83,18 +108,18 @@ def mm_load(
     j = 0
     jphase = 0
     t = gl.program_id(0)
+    e, row, last, end, n = tile_at(table, gl.where(t < tiles, t, 0), across)
+    j, jphase = tell(slot, told, heard, j, jphase, t, e, row, last, end, n)
     while t < tiles:
-        e, row, _last, _end, n = tile_at(table, t, across, 0)
-        t = take(table + 1, slot, told, heard, j, jphase)
-        j, jphase = step(j, jphase, 2)
-        for k in range(0, gl.where(e < E, K, 0), BK):
-            f = full.index(s)
-            mbarrier.wait(empty.index(s), phase ^ 1)
-            mbarrier.expect(f, (128 + BN) * BK * 2)
-            tma.async_copy_global_to_shared(a, [row, k], f, abuf.index(2 * s))
-            tma.async_copy_global_to_shared(a, [row + 64, k], f, abuf.index(2 * s + 1))
-            load_b(b, b2, e, n, k, f, bbuf.index(s), BK, BN, TB, MODE)
-            s, phase = step(s, phase, S)
+        t1 = claim(table + 1)
+        e1, row1, last1, end1, n1 = tile_at(table, gl.where(t1 < tiles, t1, 0), across)
+        j, jphase = tell(slot, told, heard, j, jphase, t1, e1, row1, last1, end1, n1)
+        depth = gl.where(e < E, K, 0)
+        s, phase = load_rows(a, b, b2, e, row, n, depth, s, phase, abuf, bbuf, full, empty, S, BK, BN, TB, MODE)
+        t = t1
+        e = e1
+        row = row1
+        n = n1
 
 
 @gluon.jit

@@ -5,14 +5,16 @@ from __future__ import annotations
 from .hopper import (
     back,
     barriers,
+    claim,
     fence_async_shared,
     gl,
     gluon,
     halves,
     hear,
+    mailbox,
     mbarrier,
     step,
-    take,
+    tell,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -20,9 +22,13 @@ from .hopper import (
 
 
 @gluon.jit
-def rows_of(ends, e):
-    start = gl.load(ends + e - 1, mask=e > 0, other=0)
-    return start, gl.load(ends + e)
+def part(ends, t, tiles, down, across):
+    # The expert of a tile, its rows, and which part of its gradient the tile is; the first tile for one that there is not.
+    t = gl.where(t < tiles, t, 0)
+    e = t // (down * across)
+    r = t - e * (down * across)
+    m = r // down
+    return e, gl.load(ends + e - 1, mask=e > 0, other=0), gl.load(ends + e), r - m * down, m
 
 
 @gluon.jit
@@ -36,14 +42,12 @@ def wgrad_load(
     j = 0
     jphase = 0
     t = gl.program_id(0)
+    e, start, end, n, m = part(ends, t, tiles, down, across)
+    j, jphase = tell(slot, told, heard, j, jphase, t, e, start, end, n, m)
     while t < tiles:
-        e = t // (down * across)
-        r = t - e * (down * across)
-        m = r // down
-        n = r - m * down
-        start, end = rows_of(ends, e)
-        t = take(counter, slot, told, heard, j, jphase)
-        j, jphase = step(j, jphase, 2)
+        t1 = claim(counter)
+        e1, start1, end1, n1, m1 = part(ends, t1, tiles, down, across)
+        j, jphase = tell(slot, told, heard, j, jphase, t1, e1, start1, end1, n1, m1)
         for k in range(start, end, BK):
             f = full.index(s)
             mbarrier.wait(empty.index(s), phase ^ 1)
@@ -52,6 +56,11 @@ def wgrad_load(
             tma.async_copy_global_to_shared(d, [FAR, end, FAR - end + k, n * 128 + 64], f, abuf.index(2 * s + 1))
             tma.async_copy_global_to_shared(x, [FAR, end, FAR - end + k, m * BN], f, bbuf.index(s))
             s, phase = step(s, phase, S)
+        t = t1
+        start = start1
+        end = end1
+        n = n1
+        m = m1
 
 
 @gluon.jit
@@ -71,7 +80,7 @@ def emit(out, buffer, bar, parity, v, e, row, column, BYTES: gl.constexpr, ADD: 
 
 @gluon.jit
 def wgrad_use(
-    cid: gl.constexpr, out, ends, tiles, down, across, abuf, bbuf, stage, arrived, full, empty, slot, told, heard,
+    cid: gl.constexpr, out, tiles, abuf, bbuf, stage, arrived, full, empty, slot, told, heard,
     S: gl.constexpr, BK: gl.constexpr, BN: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
@@ -80,18 +89,8 @@ def wgrad_use(
     j = 0
     jphase = 0
     parity = 0
-    t = gl.program_id(0)
-    e = t // (down * across)
-    start, end = rows_of(ends, e)
+    t, e, start, end, n, m, j, jphase = hear(slot, told, heard, j, jphase)
     while t < tiles:
-        r = t - e * (down * across)
-        m = r // down
-        n = r - m * down
-        # the rows of the next tile are looked up under this tile's products
-        t1 = hear(slot, told, heard, j, jphase)
-        j, jphase = step(j, jphase, 2)
-        e1 = gl.where(t1 < tiles, t1 // (down * across), e)
-        start1, end1 = rows_of(ends, e1)
         acc = gl.zeros([64, BN], gl.float32, L)
         for k in range(start, end, BK):
             mbarrier.wait(full.index(s), phase)
@@ -116,11 +115,8 @@ def wgrad_use(
             v, w = halves(right)
             emit(out, stage.index(2 * cid), arrived.index(4 * cid + 2), parity, v, e, row, column + 2 * C, 64 * BN, ADD)
             emit(out, stage.index(2 * cid + 1), arrived.index(4 * cid + 3), parity, w, e, row, column + 3 * C, 64 * BN, ADD)
-        t = t1
-        e = e1
-        start = start1
-        end = end1
         parity ^= 1
+        t, e, start, end, n, m, j, jphase = hear(slot, told, heard, j, jphase)
     tma.store_wait(0)
 
 
@@ -138,7 +134,7 @@ def wgrad(
     abuf = gl.allocate_shared_memory(d.dtype, [2 * S, 1, 1, BK, 64], d.layout)
     bbuf = gl.allocate_shared_memory(x.dtype, [S, 1, 1, BK, BN], x.layout)
     stage = gl.allocate_shared_memory(out.dtype, [4, 1, 64, out.block_type.shape[2]], out.layout)
-    slot = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    slot = mailbox()
     arrived = barriers(8, 1)
     full = barriers(S, 1)
     empty = barriers(S, 2)
@@ -146,9 +142,9 @@ def wgrad(
     heard = barriers(2, 2)
     fence_async_shared()
     gl.warp_specialize([
-        (wgrad_use, (0, out, ends, tiles, down, across, abuf, bbuf, stage, arrived, full, empty, slot, told, heard,
+        (wgrad_use, (0, out, tiles, abuf, bbuf, stage, arrived, full, empty, slot, told, heard,
                      S, BK, BN, ADD)),
-        (wgrad_use, (1, out, ends, tiles, down, across, abuf, bbuf, stage, arrived, full, empty, slot, told, heard,
+        (wgrad_use, (1, out, tiles, abuf, bbuf, stage, arrived, full, empty, slot, told, heard,
                      S, BK, BN, ADD)),
         (wgrad_load, (d, x, ends, counter, tiles, down, across, abuf, bbuf, full, empty, slot, told, heard, S, BK, BN)),
     ], [4, 1], [CONSUMER, PRODUCER])  # fmt: skip

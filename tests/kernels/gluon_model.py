@@ -209,6 +209,10 @@ class Shared:
     def permute(self, order: Sequence[int]) -> Shared:
         return Shared(self.t.permute(*order), self.state)
 
+    def _reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Shared:
+        assert dtype == self.t.dtype and self.t.is_contiguous()
+        return Shared(self.t.view(list(shape)), self.state.setdefault(tuple(shape), {}))
+
     def load(self, layout: Any) -> Tile:
         return tile(self.t)
 
@@ -461,6 +465,10 @@ def expect(bar: Barrier, size: int) -> None:
     bar.arrive(1, size)
 
 
+ASM = {"ex2.approx.ftz.f32": torch.exp2, "rcp.approx.ftz.f32": torch.reciprocal}
+"""Instructions, as exact functions."""
+
+
 def modules() -> dict[str, types.ModuleType]:
     """Stand-ins for what ``hopper`` imports."""
 
@@ -485,7 +493,7 @@ def modules() -> dict[str, types.ModuleType]:
         maximum=lambda a, b: max(a, b) if not isinstance(a, torch.Tensor) else torch.maximum(a, torch.as_tensor(b)),
         split=lambda t: tuple(t.unbind(-1)), join=lambda a, b: torch.stack([a, b], -1),
         permute=lambda t, order: t.permute(*order), reshape=lambda t, shape: t.reshape(*shape),
-        exp2=torch.exp2, abs=torch.abs,
+        exp2=torch.exp2, abs=torch.abs, inline_asm_elementwise=lambda asm, *args, **options: ASM[asm.split()[0]](*args[1]),
     )  # fmt: skip
     hopper = made_of(
         f"{NAMES}.gluon.language.nvidia.hopper",

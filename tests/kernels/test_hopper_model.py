@@ -261,7 +261,7 @@ def test_contract_of_the_paths(case: contract.Case, kernels: launch.Kernels, mon
 
 MUTANTS = {
     "a stage is given back while its product is under way": ("hopper_rows.py", "empty.index(back(s, S))", "empty.index(s)"),
-    "a staging buffer is written while it is stored": ("hopper.py", "    tma.store_wait(0)\n    lay(", "    lay("),
+    "a staging buffer is written while it is stored": ("hopper.py", "    tma.store_wait(1)\n    lay(", "    lay("),
     "the odd block of 64 rows": ("hopper.py", "gl.maximum(2 * i - odd, 0)", "2 * i"),
     "no clipping at the end of an expert": (
         "hopper.py",
@@ -273,9 +273,10 @@ MUTANTS = {
     "phase of the mailbox": ("hopper.py", "heard.index(j), phase ^ 1", "heard.index(j), phase"),
     "the up half of a weight": ("hopper_rows.py", ".slice(H, H, dim=1)", ".slice(0, H, dim=1)"),
     "h is read past the last expert": ("hopper_dh.py", "seen = gl.where(e < E, end, row)", "seen = end"),
-    "which buffers of h": ("hopper_dh.py", "2 * cid + (i + 1) % 2", "2 * cid + i % 2"),
-    "phase of h": ("hopper_dh.py", "arrived.index(place), i // 2", "arrived.index(place), 0"),
-    "a pair of buffers is filled while it is stored": ("hopper_dh.py", "    tma.store_wait(0)\n    if i == 1", "    if i == 1"),
+    "whose rows of h": ("hopper_dh.py", "row + 64 * cid\n", "row\n"),
+    "h is read before it is there": ("hopper_dh.py", "    mbarrier.wait(full.index(s), phase)\n", ""),
+    "a stage is filled while gradients leave from it": ("hopper_dh.py", "    tma.store_wait(SENDS)\n", ""),
+    "stages of h that rows past the end do not take": ("hopper_dh.py", "skip(depth + 4 * BK", "skip(depth"),
     "no wait between stores of a gradient": ("hopper_wgrad.py", "tma.store_wait(1)", "tma.store_wait(2)"),
     "a stage is given back before the first product of an expert": ("hopper_wgrad.py", "pred=k > start", "pred=k > 0"),
     "no fence after copies by threads": ("hopper_rows.py", "            fence_async_shared()\n", "            pass\n"),
