@@ -142,12 +142,17 @@ def compile_fx_inner(gm: GraphModule, example_inputs: Sequence[Any], **kwargs: A
 
 
 def lower_by_realizing(op: Any) -> None:
-    """Have Inductor compute the argument of ``op`` into a buffer of its own, where it would compute it anew in each user."""
+    """Have Inductor compute the argument of ``op`` into a buffer of its own, where it would compute it anew in each user.
+
+    The buffer has the strides of the graph: Inductor would choose them by what is read.
+    """
+    from torch._inductor.ir import ExternKernel
     from torch._inductor.lowering import lowerings, register_lowering
+    from torch._inductor.virtualized import V
 
     def realized(x: Any) -> Any:
         x.realize()
-        return x
+        return ExternKernel.require_exact_strides(x, V.graph.current_node.meta["val"].stride())
 
     if op not in lowerings:
         register_lowering(op, type_promotion_kind=None)(realized)

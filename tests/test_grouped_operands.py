@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import test_scaled_experts
 import torch
 from moe_checks import ALIGNED, layouts
 from reference_moe import BF16, Block
@@ -97,4 +98,15 @@ def test_of_operands_that_are_yet_to_be_computed(products: list[tuple[Tensor, Te
     got = torch.compile(products_of, backend="fxfuse")(x, d, w, ends)
     for g, e in zip(got, products_of(x, d, w, ends), strict=True):
         torch.testing.assert_close(g, e, rtol=2e-2, atol=2e-2)
+    assert_fit_for_a_gpu(products)
+
+
+@pytest.mark.parametrize("name", test_scaled_experts.RECIPES)
+def test_of_experts_that_quantise(products: list[tuple[Tensor, Tensor]], name: str) -> None:
+    """They round along the rows for the weights' gradients: what they multiply was computed transposed."""
+    tokens, experts = 80, test_scaled_experts.EXPERTS
+    ids = torch.rand(tokens, experts).topk(test_scaled_experts.CHOSEN).indices
+    args = test_scaled_experts.tensors("masked", tokens)
+    test_scaled_experts.fused("masked", args, ids, test_scaled_experts.RECIPES[name], lower="auto")
+    assert len(products) == 6
     assert_fit_for_a_gpu(products)

@@ -49,12 +49,12 @@ def _aligned(t: Tensor, grouped: int | None = None) -> Tensor | None:
 def _as_it_lies(t: Tensor) -> Tensor:
     """``t``, in a graph with the strides that it has there.
 
-    Inductor lays out an operand that it has yet to compute by rows: where ``t`` is a transposed view, its rows would have the
-    length of a group, which no alignment holds for, or of a width that is odd.
+    Inductor lays out an operand that it has yet to compute as it likes: by rows, also where ``t`` is a transposed view, or as
+    what it is computed from. Its lines would have the length of a group, which no alignment holds for, or of a width that is odd.
     """
-    if t.stride(-1) == 1 or not hasattr(t, "fake_mode"):
+    if not hasattr(t, "fake_mode"):
         return t
-    return MATERIALIZED(t.transpose(-2, -1)).transpose(-2, -1)
+    return MATERIALIZED(t) if t.stride(-1) == 1 else MATERIALIZED(t.transpose(-2, -1)).transpose(-2, -1)
 
 
 def _has_aligned_strides(t: Tensor) -> bool:
