@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels import hopper_launch
+from ..kernels.plans import whole
 from ..versions import software
 from .define import TAGS, FusedOp, launch, library, nothing
 from .grouped_experts import _grouped_experts, _grouped_experts_backward
@@ -45,6 +46,7 @@ def hopper_refusal(**named: Any) -> str | None:
     return hopper_launch.supported(capability, software()[1], rows, down.shape[0], **weights)
 
 
+@whole
 def mlp(
     x: Tensor,
     ids: Tensor,
@@ -82,6 +84,7 @@ def _rows(x: Tensor, ids: Tensor, p: Tensor | None, order: Tensor, dtype: torch.
     return (x.to(dtype), tokens) if p is None else (_routed_rows(x, p, order, tokens, dtype), None)
 
 
+@whole
 def mlp_backward(
     grad: Tensor,
     x: Tensor,
@@ -180,6 +183,7 @@ def _rows_gradient(
     return drows if w_up is None else drows + product(du, w_up, ends)
 
 
+@whole
 def experts(
     rows: Tensor,
     ends: Tensor,
@@ -201,6 +205,7 @@ def experts(
     return kernel.matmul(a, w_down, ends, transposed=True, bias=b_down, zero_tail=True), h, u
 
 
+@whole
 def experts_backward(
     grad: Tensor,
     rows: Tensor,

@@ -113,6 +113,13 @@ def test_wgrad(dtype: torch.dtype, ends: str) -> None:
     contract.check_wgrad(PORTABLE, Case(ends=ends, dtype=dtype, gathers=False))
 
 
+@every_end
+@pytest.mark.usefixtures("either_order")
+def test_wgrad_tiles_side_by_side(ends: str) -> None:
+    contract.check_wgrad(PORTABLE, Case(ends=ends, dtype=F16, hidden=300))
+    contract.check_wgrad(PORTABLE, Case(ends=ends, dtype=F16, hidden=1100))  # in two sweeps, of which the second has a tile less
+
+
 @dtypes
 @every_end
 def test_bias_gradient(dtype: torch.dtype, ends: str) -> None:
@@ -166,13 +173,13 @@ def test_block_of_kernels(layout: str, first: bool, monkeypatch: pytest.MonkeyPa
     b = torch.randn(experts, wide) if layout != "separate" else None
     weights, kind = (w, w_up, w_down, b, torch.randn(experts, hidden)), ("silu", layout, 0.8, None, first)
     args = (x, ids, p, None, *weights, *kind, True)
-    got, want = grouped_kernels.mlp(*args, path="portable"), _grouped_mlp.reference(*contract.exact(args))
+    got, want = grouped_kernels.mlp(*args, "portable"), _grouped_mlp.reference(*contract.exact(args))
     assert contract.error(got[0], want[0]) < 1e-6
     assert all(torch.equal(g, v) for g, v in zip(got[3:], want[3:], strict=True))
     mask = [t is not None for t in (x, p, *weights)]
     saved = (got[1], got[2] if layout == "separate" else None, *got[3:])
     args = (torch.randn_like(x), x, ids, p, *weights, *saved, *kind, mask)
-    got, want = grouped_kernels.mlp_backward(*args, path="portable"), _grouped_mlp_backward.reference(*contract.exact(args))
+    got, want = grouped_kernels.mlp_backward(*args, "portable"), _grouped_mlp_backward.reference(*contract.exact(args))
     assert all(contract.error(g, v) < 1e-5 for g, v in zip(got, want, strict=True))
 
 
