@@ -1,6 +1,6 @@
 """Fused operators as ordinary differentiable functions, eager or compiled."""
 
-from . import grouped_kernels  # noqa: F401  (its candidates register themselves)
+from . import grouped_eager, grouped_kernels  # noqa: F401  (what runs on a GPU registers itself)
 from .dense import (
     act_backward,
     gated_backward,

@@ -60,6 +60,8 @@ class FusedOp:
     overload: Any
     reference: Callable[..., Any]
     candidates: list[Candidate] = dataclasses.field(default_factory=list)
+    eager: list[Callable[..., Any]] = dataclasses.field(default_factory=list)
+    """Runs on a GPU instead of the reference, if there is one, where the operator is called and not compiled."""
 
     def candidate(
         self, name: str, refuses: Callable[..., str | None], tolerance: float = 0.0
@@ -126,12 +128,13 @@ def define(schema: str) -> Callable[[Callable[..., Any]], FusedOp]:
 
     def make(reference: Callable[..., Any]) -> FusedOp:
         name = schema.split("(")[0]
+        eager: list[Callable[..., Any]] = []
         if not hasattr(torch.ops.fxfuse, name):  # a reloaded module finds its operator defined
             library.define(schema, tags=TAGS)
             library.impl(name, reference, "CompositeExplicitAutograd")
-            for device in ("CPU", "CUDA"):
-                library.impl(name, launch(name, reference, reference), device)
-        op = FusedOp(getattr(torch.ops.fxfuse, name).default, reference)
+            library.impl(name, launch(name, reference, reference), "CPU")
+            library.impl(name, launch(name, lambda *args: (eager[0] if eager else reference)(*args), reference), "CUDA")
+        op = FusedOp(getattr(torch.ops.fxfuse, name).default, reference, eager=eager)
         OPS[op.overload] = op
         return op
 

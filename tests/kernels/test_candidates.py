@@ -17,7 +17,7 @@ from torch import Tensor
 import fxfuse
 from fxfuse import choose, kernels, measure
 from fxfuse.kernels import reference
-from fxfuse.ops import grouped_kernels
+from fxfuse.ops import grouped_eager, grouped_kernels
 from fxfuse.ops.define import OPS
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -205,6 +205,19 @@ def test_what_they_refuse() -> None:
     assert refusal() is None
     assert "not with torch.float64" in (refusal(p=torch.rand(5, 2, dtype=F64)) or "")
     assert "up to 1024 experts" in (refusal(w_down=torch.empty(1025, 2, 2)) or "")
+
+
+def test_what_runs_where_nobody_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference for what no kernel takes, plain Triton for few rows an expert, Gluon for many where it may run."""
+    few, many = (arguments(Block(dtype=BF16, tokens=n, width=64, inner=32)) for n in (5, 64))
+    assert grouped_eager.path_for(arguments(Block())) is None
+    assert grouped_eager.path_for(few) == grouped_eager.path_for(many) == "portable"
+    monkeypatch.setattr(grouped_eager, "hopper_refusal", lambda **_: None)
+    assert (grouped_eager.path_for(few), grouped_eager.path_for(many)) == ("portable", "hopper")
+    op = OPS[torch.ops.fxfuse.grouped_mlp.default]
+    for forward in (few, many, arguments(Block())):
+        for got, want in zip(op.eager[0](*forward.values())[:1], op.reference(**forward)[:1], strict=True):
+            assert contract.error(got, want) < 2e-2
 
 
 @pytest.mark.inductor

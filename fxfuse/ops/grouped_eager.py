@@ -1,0 +1,37 @@
+"""What the grouped operators run on a GPU when nobody compiles them: our kernels, where they may run.
+
+Nothing is measured here. Tensor-core tiles of many rows pay off from ``ROWS`` rows an expert on; below, weights are all that is
+read, and the kernels in plain Triton read them at the memory's rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .define import FusedOp
+from .grouped_kernels import FUNCTIONS, hopper_refusal, refusal
+
+ROWS = 16
+
+
+def path_for(named: dict[str, Any]) -> str | None:
+    """The path for these arguments of a grouped operator, or None for the reference."""
+    rows = named["ids"].numel() if "ids" in named else named["rows"].shape[0]
+    if rows >= ROWS * named["w_down"].shape[0] and hopper_refusal(**named) is None:
+        return "hopper"
+    return "portable" if refusal(**named) is None else None
+
+
+def _register(op: FusedOp, function: Callable[..., Any]) -> None:
+    names = [argument.name for argument in op.overload._schema.arguments]
+
+    def call(*args: Any) -> Any:
+        path = path_for(dict(zip(names, args, strict=True)))
+        return op.reference(*args) if path is None else function(*args, path)
+
+    op.eager.append(call)
+
+
+for _op, _function in FUNCTIONS:
+    _register(_op, _function)
