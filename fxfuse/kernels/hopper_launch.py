@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .fresh import fresh
 from .plans import Operand, planned
 
-VERSIONS = ((3, 6), (3, 9))
-"""Triton from the first on, and before the second: Gluon is experimental and its functions are renamed."""
+VERSIONS = ((3, 6), (3, 7))
+"""Triton from the first on, and before the second: Gluon is experimental, and a GPU has run what these make of the kernels."""
 CAPABILITY = (9, 0)
 MAX_EXPERTS = 4095
 """The tile list looks at all ``ends`` at once, in registers."""
@@ -158,12 +159,14 @@ def _up(
         (_mode(layout), act, limit, alpha, save), b_gate, False,
     )  # fmt: skip
 
+    new, new_nothing = fresh((rows, inner), x), fresh((0,), x)
+    new_h = fresh((rows, width), x) if save else new_nothing
+    new_u = new if save and w_up is not None else new_nothing
+
     def run(
         x: Tensor, gather: Tensor | None, w: Tensor, w_up: Tensor | None, bias: Tensor | None, ends: Tensor, *_: object
     ) -> tuple[Tensor, Tensor, Tensor]:
-        a = _empty((rows, inner), x)
-        h = _empty((rows, width), x) if save else _empty((0,), x)
-        u = _empty((rows, inner), x) if save and w_up is not None else _empty((0,), x)
+        a, h, u = new(), new_h(), new_u()
         first = h if save else a
         product(ends, x, gather, w, w if w_up is None else w_up, a, first, first if w_up is None or not save else u, bias, None)
         return a, h, u
@@ -196,8 +199,10 @@ def _matmul(
     out = _dense_as((a.shape[0], w.shape[1]), a)
     product = _mm(a, False, [View(w)], [View(out)], ends, (PRODUCT, "", None, None, False), bias, scale is not None)
 
+    new = fresh(out.shape, a)
+
     def run(a: Tensor, w: Tensor, ends: Tensor, _: bool, bias: Tensor | None, scale: Tensor | None) -> Tensor:
-        found = _empty(out.shape, a)
+        found = new()
         product(ends, a, None, w, w, found, found, found, bias, scale)
         return found
 
@@ -217,7 +222,7 @@ def dh(
     limit: float | None,
     alpha: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``reference.dh``: gradients of h and u, dp (S,) fp32, p times the activation (S, I)."""
+    """``reference.dh``: gradients of h and u, dp (S, parts) fp32, p times the activation (S, I)."""
     rows, u = grad if gather is None else grad.index_select(0, gather), None if u is None else _dense(u)
     return _dh(_dense(rows), _aligned(w_down), _floats(p), _dense(h), u, ends, act, layout, limit, alpha)
 
@@ -251,15 +256,16 @@ def _dh(
          p is not None),
     )  # fmt: skip
 
+    new, new_dh, new_sums = fresh((rows, inner), grad), fresh((rows, width), grad), fresh((rows, across), grad, torch.float32)
+    new_du = fresh((0,), grad) if u is None else new
+
     def run(
         grad: Tensor, w: Tensor, p: Tensor | None, h: Tensor, u: Tensor | None, ends: Tensor, *_: object
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        d, a = _empty((rows, width), grad), _empty((rows, inner), grad)
-        du = _empty((rows, inner) if u is not None else (0,), grad)
-        sums = _empty((rows, across), grad, torch.float32)
+        d, du, sums, a = new_dh(), new_du(), new_sums(), new()
         gates, ups = ((h, d), (u, du) if u is not None else (h, d) if mode == HALVES else (a, a))
         launch(grad, w, gates[0], ups[0], gates[1], ups[1], a, tiles(ends), ends if p is None else p, sums)
-        return d, du, sums.view(rows) if across == 1 else sums.sum(1), a
+        return d, du, sums, a
 
     return run
 
@@ -286,8 +292,10 @@ def _wgrad(precision: str, d: Operand, x: Operand, ends: Operand, into: Operand 
         (tiles, down, across, config.stages, config.depth, config.columns, into is not None),
     )  # fmt: skip
 
+    new = fresh((experts, n, m), d)
+
     def run(d: Tensor, x: Tensor, ends: Tensor, into: Tensor | None) -> Tensor:
-        found = _empty(out.shape, d) if into is None else into
+        found = new() if into is None else into
         if rows == 0:
             return found.zero_() if into is None else found
         launch(d, x, found, ends, torch.zeros(1, dtype=torch.int32, device=d.device))
@@ -352,10 +360,6 @@ def _lines(bias: Tensor | None) -> Tensor | None:
 
 def _floats(t: Tensor | None) -> Tensor | None:
     return None if t is None else t.float().contiguous()
-
-
-def _empty(shape: Sequence[int], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    return like.new_empty(shape) if dtype is None else like.new_empty(shape, dtype=dtype)
 
 
 # ------------------------------------------------------------------------------------------------ descriptors and launches
@@ -427,12 +431,13 @@ class Tiles:
 
         (experts,) = ends.shape
         groups = 1 << experts.bit_length()  # a power of two, more than E
-        self.limit, self.fields = tiles.limit(rows, experts), tiles.FIELDS
+        self.limit = tiles.limit(rows, experts)
+        self.new = fresh((self.limit, tiles.FIELDS), ends)
         programs = experts + 1 if rows else 0
         self.fill = Launch(tiles.fill, (programs,), ends.device, (rows, experts, groups, tiles.ROWS, 128))
 
     def __call__(self, ends: Tensor) -> Tensor:
-        table = _empty((self.limit, self.fields), ends)
+        table = self.new()
         self.fill(ends, table)
         return table
 
