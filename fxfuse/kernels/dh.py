@@ -10,29 +10,52 @@ import triton.language as tl
 from torch import Tensor
 
 from .activations import differentiated
+from .fresh import fresh
 from .launch import MANY, Config, Table, chosen, experts_block, row_tiles, rows_contiguous, widened
 from .plans import Operand, planned
 from .prepared import Launch
 from .tiles import grouped_order, in_halves, product, rows_of_tile
 from .up import FORMS
 
-FEW = ((16, Config(16, 64, 128, 4, 3)), (32, Config(32, 64, 64, 4, 4)), (64, Config(64, 64, 64, 4, 4)))
 CONFIGS: Table = {
-    (8, 2): (*FEW, (MANY, Config(128, 128, 64, 8, 4))),
+    (8, 2): (
+        (16, Config(16, 128, 64, 4, 4)),
+        (32, Config(32, 64, 64, 4, 4)),
+        (64, Config(64, 64, 64, 4, 4)),
+        (MANY, Config(64, 128, 64, 4, 4)),
+    ),
     (8, 4): ((16, Config(16, 32, 32, 4, 3)), (MANY, Config(64, 64, 32, 8, 3))),
 }
 
 
 @triton.jit
-def _epilogue(
+def _before(line, row, end, column, h, u, N, stride_h, TM: tl.constexpr, TN: tl.constexpr, FORM: tl.constexpr):
+    """TN columns from ``column`` on of what the activation was computed from: gate and up, or the same twice."""
+    if FORM == 1:
+        wide = 2 * column + tl.arange(0, 2 * TN)
+        wide_mask = (row < end)[:, None] & (wide < 2 * N)[None, :]
+        pairs = tl.load(h + line[:, None] * stride_h + wide[None, :], mask=wide_mask, other=0.0)
+        g, v = tl.split(tl.reshape(pairs, (TM, TN, 2)))
+    else:
+        place = column + tl.arange(0, TN)
+        mask = (row < end)[:, None] & (place < N)[None, :]
+        at = line[:, None] * stride_h + place[None, :]
+        g = tl.load(h + at, mask=mask, other=0.0)
+        v = g
+        if FORM == 2:
+            v = tl.load(u + at, mask=mask, other=0.0)
+    return g, v
+
+
+@triton.jit
+def _gradients(
+    g,
+    v,
     da,
     weight,
-    line,
     row,
     end,
     column,
-    h,
-    u,
     dh,
     du,
     scaled,
@@ -47,25 +70,16 @@ def _epilogue(
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
 ):
-    """TN columns from ``column`` on: reads h, writes all gradients; rows [TM] summed over ``da * a``."""
+    """TN columns from ``column`` on: writes all gradients; rows [TM] summed over ``da * a``."""
     place = column + tl.arange(0, TN)
     mask = (row < end)[:, None] & (place < N)[None, :]
     dtype = dh.dtype.element_ty
-    if FORM == 1:
-        wide = 2 * column + tl.arange(0, 2 * TN)
-        wide_mask = (row < end)[:, None] & (wide < 2 * N)[None, :]
-        pairs = tl.load(h + line[:, None] * stride_h + wide[None, :], mask=wide_mask, other=0.0)
-        g, v = tl.split(tl.reshape(pairs, (TM, TN, 2)))
-    else:
-        at = line[:, None] * stride_h + place[None, :]
-        g = tl.load(h + at, mask=mask, other=0.0)
-        v = g
-        if FORM == 2:
-            v = tl.load(u + at, mask=mask, other=0.0)
     a, dg, dv = differentiated(
         da, weight[:, None], g.to(tl.float32), v.to(tl.float32), limit, alpha, ACT, FORM != 0, LIMIT, ALPHA
     )
     if FORM == 1:
+        wide = 2 * column + tl.arange(0, 2 * TN)
+        wide_mask = (row < end)[:, None] & (wide < 2 * N)[None, :]
         both = tl.reshape(tl.join(dg.to(dtype), dv.to(dtype)), (TM, 2 * TN))
         tl.store(dh + row[:, None] * stride_h + wide[None, :], both, mask=wide_mask)
     else:
@@ -115,7 +129,7 @@ def dh_kernel(
     ACT: tl.constexpr,
     LIMIT: tl.constexpr,
     ALPHA: tl.constexpr,
-    SLICES: tl.constexpr,
+    AHEAD: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
@@ -146,51 +160,37 @@ def dh_kernel(
     source = line
     if GATHER:
         source = tl.load(gather + line).to(tl.int64)
+    weight = tl.full((TM,), 1.0, tl.float32)
+    if WEIGHTS:
+        weight = tl.load(p + line)
+    first = n * TN
+    if AHEAD:  # what a small tile's epilogue reads is on its way under the product
+        g, v = _before(line, row, end, first, h, u, N, stride_h, TM, TN, FORM)
     w += expert.to(tl.int64) * stride_e
     da, _ = product(
         grad, source, stride_grad, w, w, column, N, K, stride_n, stride_k, stride_n, stride_k,
         TM, TN, TK, INNER, WHOLE, False, PRECISION, WIDEN,
     )  # fmt: skip
-    weight = tl.full((TM,), 1.0, tl.float32)
-    if WEIGHTS:
-        weight = tl.load(p + line)
-    first = n * TN
-    # In one piece the epilogue's operands do not fit into registers beside the accumulator.
-    if SLICES == 1:
-        found = _epilogue(
-            da, weight, line, row, end, first, h, u, dh, du, scaled, N, stride_h, limit, alpha,
-            TM, TN, FORM, ACT, LIMIT, ALPHA,
-        )  # fmt: skip
-    else:
+    if AHEAD:
+        found = _gradients(
+            g, v, da, weight, row, end, first, dh, du, scaled, N, stride_h, limit, alpha, TM, TN, FORM, ACT, LIMIT, ALPHA
+        )
+    else:  # in halves: in one piece the epilogue's operands do not fit into registers beside the accumulator
         left, right = in_halves(da, TM, TN)
-        if SLICES == 2:
-            found = _epilogue(
-                left, weight, line, row, end, first, h, u, dh, du, scaled, N, stride_h, limit, alpha,
+        found = tl.zeros((TM,), tl.float32)
+        for half in tl.static_range(2):
+            at = first + half * (TN // 2)
+            g, v = _before(line, row, end, at, h, u, N, stride_h, TM, TN // 2, FORM)
+            found += _gradients(
+                g, v, left if half == 0 else right, weight, row, end, at, dh, du, scaled, N, stride_h, limit, alpha,
                 TM, TN // 2, FORM, ACT, LIMIT, ALPHA,
             )  # fmt: skip
-            found += _epilogue(
-                right, weight, line, row, end, first + TN // 2, h, u, dh, du, scaled, N, stride_h, limit, alpha,
-                TM, TN // 2, FORM, ACT, LIMIT, ALPHA,
-            )  # fmt: skip
-        else:
-            found = tl.zeros((TM,), tl.float32)
-            for half in tl.static_range(2):
-                a, b = in_halves(left if half == 0 else right, TM, TN // 2)
-                at = first + half * (TN // 2)
-                found += _epilogue(
-                    a, weight, line, row, end, at, h, u, dh, du, scaled, N, stride_h, limit, alpha,
-                    TM, TN // 4, FORM, ACT, LIMIT, ALPHA,
-                )  # fmt: skip
-                found += _epilogue(
-                    b, weight, line, row, end, at + TN // 4, h, u, dh, du, scaled, N, stride_h, limit, alpha,
-                    TM, TN // 4, FORM, ACT, LIMIT, ALPHA,
-                )  # fmt: skip
     tl.store(sums, found, mask=row < end)
 
 
-def slices(columns: int) -> int:
-    """Into how many pieces the epilogue of a tile is cut."""
-    return max(1, columns // 32)
+def ahead(c: Config) -> bool:
+    """Whether the registers hold what a tile's epilogue reads while its product is computed."""
+    return c.m == 16
 
 
 def dh(
@@ -238,17 +238,19 @@ def _dh(
         {5: half, 8: half} if layout == "concat" else {},
         TM=c.m, TN=c.n, TK=c.k, GROUP=c.group, EXPERTS=experts_block(experts),
         INNER=stride_k == 1, WHOLE=inner % c.k == 0, GATHER=gather is not None, WEIGHTS=p is not None, FORM=form,
-        ACT=act, LIMIT=limit is not None, ALPHA=alpha is not None, SLICES=slices(c.n),
+        ACT=act, LIMIT=limit is not None, ALPHA=alpha is not None, AHEAD=ahead(c),
         PRECISION=precision, WIDEN=widened(grad.dtype), num_warps=c.warps, num_stages=c.stages,
     )  # fmt: skip
+
+    new, new_dh = fresh((rows, half), grad), fresh((rows, width), h)
+    new_du = fresh((0,), grad) if u is None else new
+    new_sums = fresh((rows, tiles_n), h, torch.float32, stride=(1, rows))
 
     def run(
         grad: Tensor, gather: Tensor | None, w: Tensor, p: Tensor | None, h: Tensor, u: Tensor | None, ends: Tensor, *_: object
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        out, scaled = h.new_empty(rows, width), grad.new_empty(rows, half)
-        du = grad.new_empty(0) if u is None else grad.new_empty(rows, half)
-        sums = h.new_empty(tiles_n, rows, dtype=torch.float32)
+        out, du, sums, scaled = new_dh(), new_du(), new_sums(), new()
         launch(grad, gather, w, p, h, h if u is None else u, ends, out, out if u is None else du, sums, scaled)
-        return out, du, sums[0] if tiles_n == 1 else sums.sum(0), scaled
+        return out, du, sums, scaled
 
     return run

@@ -26,6 +26,8 @@ class Config:
     stages: int
     group: int = 8
     """Row tiles that share the columns of a weight before the next columns come."""
+    sweep: int = 1
+    """Of a weight's gradient: tiles side by side that one program computes."""
 
     def fitting(self, element_bytes: int, products: int, limit: int) -> Config:
         """With as many stages as the operands of ``products`` products of a tile leave room for."""

@@ -94,13 +94,14 @@ def _up(
 def _dh(
     c: Config, inner: bool = False, form: int = up.HALVES, oss: bool = False, act: str = "silu"
 ) -> tuple[Any, dict[str, Any]]:
-    kind = {"FORM": form, "ACT": act, "LIMIT": oss, "ALPHA": oss, "GATHER": True, "WEIGHTS": True, "SLICES": dh.slices(c.n)}
+    kind = {"FORM": form, "ACT": act, "LIMIT": oss, "ALPHA": oss, "GATHER": True, "WEIGHTS": True, "AHEAD": dh.ahead(c)}
     return dh.dh_kernel, {**_tile(c), **_weight(inner, "stride"), **kind}
 
 
 def _wgrad(c: Config, gathers_d: bool = False) -> tuple[Any, dict[str, Any]]:
     absent = {"gather_x" if gathers_d else "gather_d": None}
-    return wgrad.wgrad_kernel, {"TN": c.m, "TM": c.n, "TK": c.k, **absent, "GATHER_D": gathers_d, "GATHER_X": not gathers_d}
+    gathers = {"GATHER_D": gathers_d, "GATHER_X": not gathers_d}
+    return wgrad.wgrad_kernel, {"TN": c.m, "TM": c.n, "TK": c.k, "SWEEP": c.sweep, **absent, **gathers}
 
 
 MANY_ROWS: dict[ModuleType, dict[str, Callable[[Config], tuple[Any, dict[str, Any]]]]] = {
@@ -167,7 +168,7 @@ def _shipped(
         c = dataclasses.replace(c, warps=routing.WARPS)
     types = _pointers(kernel, element)
     shared = {n: v for n, v in {**COMMON, "PRECISION": precision}.items() if n in kernel.arg_names and n not in constants}
-    tile = f" {c.m}x{c.n}x{c.k}" if c.m > 1 else ""
+    tile = f" {c.m}x{c.n}x{c.k}" + (f", {c.sweep} side by side" if c.sweep > 1 else "") if c.m > 1 else ""
     return Shipped(f"sm_{capability} {name}{tile}", kernel, capability, c, element, types, {**constants, **shared})
 
 
