@@ -62,6 +62,8 @@ def calls(path: str, shift: int = 0) -> dict[str, Callable[[], Any]]:
         "dh": lambda: module.dh(y, None, down, weight, h, None, ends, *KIND),
         "wgrad": lambda: module.wgrad(h, y, None, None, ends),
         "bias_gradient": lambda: module.bias_gradient(h, ends, weight, None),
+        "sorted_pairs": lambda: module.sorted_pairs(order, p, CHOSEN),
+        "router_gradient": lambda: module.router_gradient(weight.view(-1, 1).expand(-1, 3), ids, inverse, torch.bfloat16),
     }
 
 

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .fresh import fresh
 from .launch import rows_contiguous
 from .plans import Operand, planned
 from .prepared import Launch
@@ -65,8 +66,10 @@ def _bias_gradient(
         TM=ROWS, TN=COLUMNS, WEIGHTS=weights is not None, GATHER=gather is not None, num_warps=4,
     )  # fmt: skip
 
+    new = fresh((experts, columns), d)
+
     def run(d: Tensor, ends: Tensor, weights: Tensor | None, gather: Tensor | None) -> Tensor:
-        out = d.new_empty(experts, columns)
+        out = new()
         launch(d, weights, gather, ends, out)
         return out
 

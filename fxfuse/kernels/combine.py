@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .fresh import fresh
 from .launch import rows_contiguous
 from .plans import Operand, planned
 from .prepared import Launch
@@ -84,8 +85,10 @@ def _combine(
         TN=columns, WEIGHTS=p is not None, BIAS=b_down is not None, num_warps=4 if columns > 256 else 1,
     )  # fmt: skip
 
+    new = fresh((tokens, width), like)
+
     def run(y: Tensor, p: Tensor | None, bias: Tensor | None, ids: Tensor, inverse: Tensor, ends: Tensor, like: Tensor) -> Tensor:
-        out = like.new_empty(tokens, width)
+        out = new()
         launch(y, p, bias, ids, inverse, ends, out)
         return out
 

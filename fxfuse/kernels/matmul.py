@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .fresh import fresh
 from .launch import MANY, Config, Table, chosen, experts_block, row_tiles, rows_contiguous, widened
 from .plans import Operand, planned
 from .prepared import Launch
@@ -95,8 +96,10 @@ def _matmul(
         PRECISION=precision, WIDEN=widened(a.dtype), num_warps=c.warps, num_stages=c.stages,
     )  # fmt: skip
 
+    new = fresh((rows, columns), a)
+
     def run(a: Tensor, w: Tensor, ends: Tensor, _: bool, bias: Tensor | None, *__: bool) -> Tensor:
-        out = a.new_empty(rows, columns)
+        out = new()
         launch(a, w, bias, ends, out)
         return out
 

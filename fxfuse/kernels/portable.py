@@ -4,8 +4,9 @@ from .bias import bias_gradient
 from .combine import combine
 from .dh import dh
 from .matmul import matmul
+from .pairs import router_gradient, sorted_pairs
 from .routing import route
 from .up import up
 from .wgrad import wgrad
 
-__all__ = ["bias_gradient", "combine", "dh", "matmul", "route", "up", "wgrad"]
+__all__ = ["bias_gradient", "combine", "dh", "matmul", "route", "router_gradient", "sorted_pairs", "up", "wgrad"]

@@ -119,8 +119,8 @@ def dh(
         h, u: as ``up`` saved them.
 
     Returns:
-        dh in h's shape and du (S, I) (empty without u): gradients of h and u; dp (S,): ``rowsum(dA' a)``, fp32 for 16-bit
-        floats; a_scaled (S, I): ``p a``, rounded once.
+        dh in h's shape and du (S, I) (empty without u): gradients of h and u; dp (S, parts), fp32 for 16-bit floats,
+        with the sums ``rowsum(dA' a)``; a_scaled (S, I): ``p a``, rounded once.
     """
     rows = grad if gather is None else grad[gather]
     inner = w_down.shape[2]
@@ -132,7 +132,7 @@ def dh(
     g, up_half = halves(wide(h), None if u is None else wide(u), layout)
     g, up_half = torch.where(inside, g, 0), None if up_half is None else torch.where(inside, up_half, 0)
     a = torch.where(inside, activate(g, up_half, act, limit, alpha), 0)
-    dp = (da * a).sum(-1)
+    dp = (da * a).sum(-1, keepdim=True)
     weight = None if p is None else torch.where(inside, p.unsqueeze(-1), 0)
     dg, du = activate_backward(da if weight is None else da * weight, g, up_half, act, limit, alpha)
     dg, du = torch.where(inside, dg, 0).to(h.dtype), None if du is None else torch.where(inside, du, 0).to(h.dtype)
@@ -168,6 +168,17 @@ def route(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     ends = torch.searchsorted(keys, torch.arange(experts, device=ids.device, dtype=keys.dtype), right=True, out_int32=True)
     inverse = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
     return order, inverse, ends
+
+
+def sorted_pairs(order: Tensor, p: Tensor | None, chosen: int) -> tuple[Tensor, Tensor | None]:
+    """For each sorted row (S,) its token, int64, and its router weight out of p (T, K), in fp32."""
+    # Quotient and places in another spelling than in ``grouped_mlp``: see there.
+    return torch.div(order, chosen, rounding_mode="trunc"), None if p is None else wide(p.reshape(-1)[order])
+
+
+def router_gradient(dp: Tensor, ids: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
+    """(T, K) as ids is: for each pair the sum of its sorted row of dp (S, parts), in fp32 and in order, rounded once."""
+    return dp.sum(1)[inverse].view(ids.shape).to(dtype)
 
 
 def combine(

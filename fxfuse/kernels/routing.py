@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .fresh import fresh
 from .plans import Operand, planned
 from .prepared import Launch
 
@@ -115,12 +116,13 @@ def _route(precision: str, ids: Operand, experts: int) -> Callable[..., tuple[Te
         **compiled, ROWS=rows, COUNTED=counted, num_warps=WARPS,
     )  # fmt: skip
 
+    new_rows, new_ends = fresh((pairs,), ids, torch.int64), fresh((experts,), ids, torch.int32)
+    new_counts = fresh((blocks, compiled["EXPERTS"]), ids, torch.int32)
+
     def run(ids: Tensor, _: int) -> tuple[Tensor, Tensor, Tensor]:
-        order, inverse = (torch.empty(pairs, dtype=torch.int64, device=ids.device) for _ in range(2))
-        ends = torch.empty(experts, dtype=torch.int32, device=ids.device)
-        counts = None
+        order, inverse, ends, counts = new_rows(), new_rows(), new_ends(), None
         if counted:
-            counts = torch.empty(blocks, compiled["EXPERTS"], dtype=torch.int32, device=ids.device)
+            counts = new_counts()
             count(ids, counts)
         place(ids, counts, order, inverse, ends)
         return order, inverse, ends

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .activations import activated
+from .fresh import fresh
 from .launch import MANY, Config, Table, chosen, experts_block, row_tiles, rows_contiguous, widened
 from .plans import Operand, planned
 from .prepared import Launch
@@ -229,12 +230,14 @@ def _up(
         PRECISION=precision, WIDEN=widened(x.dtype), num_warps=c.warps, num_stages=c.stages,
     )  # fmt: skip
 
+    new, new_nothing = fresh((rows, half), x), fresh((0,), x)
+    new_h = fresh((rows, width), x) if save else new_nothing
+    new_u = new if save and w_up is not None else new_nothing
+
     def run(
         x: Tensor, gather: Tensor | None, gate: Tensor, up: Tensor | None, bias: Tensor | None, ends: Tensor, *_: object
     ) -> tuple[Tensor, Tensor, Tensor]:
-        a, nothing = x.new_empty(rows, half), x.new_empty(0)
-        h = x.new_empty(rows, width) if save else nothing
-        u = x.new_empty(rows, half) if save and up is not None else nothing
+        a, h, u = new(), new_h(), new_u()
         launch(x, gather, gate, gate if up is None else up, bias, bias, ends, a, h, h if layout == "concat" else u)
         return a, h, u
 

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels import hopper_launch
-from ..kernels.plans import whole
+from ..kernels.fresh import fresh
+from ..kernels.plans import Operand, planned, whole
 from ..versions import software
 from .define import TAGS, FusedOp, launch, library, nothing
 from .grouped_experts import _grouped_experts, _grouped_experts_backward
@@ -69,19 +70,30 @@ def mlp(
     kernel = _functions(path, w_gate)
     experts = w_down.shape[0]
     order, inverse, counted = kernel.route(ids, experts) if ends is None else route(ids, experts, ends)
-    rows, gather = _rows(x, ids, p if first else None, order, w_gate.dtype)
+    tokens, _ = kernel.sorted_pairs(order, None, ids.shape[1])
+    rows, gather = _rows(x, p if first else None, order, tokens, w_gate.dtype)
     a, h, u = kernel.up(rows, gather, w_gate, w_up, b_gate, counted, act, layout, limit, alpha, save)
     y = kernel.matmul(a, w_down, counted, transposed=True, bias=None, zero_tail=False)
     out = kernel.combine(y, None if first else p, b_down, ids, inverse, counted, x)
     if not save:
-        return out, nothing(a), nothing(a), nothing(order), nothing(order), nothing(counted)
+        return out, *_nothings(a, a, order, order, counted)
     return out, h, u, order, inverse, counted if ends is None else nothing(ends)
 
 
-def _rows(x: Tensor, ids: Tensor, p: Tensor | None, order: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+def _rows(x: Tensor, p: Tensor | None, order: Tensor, tokens: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """The first linear's rows: the tokens, and which of them; or where they are weighted first, the weighted rows."""
-    tokens = torch.div(order, ids.shape[1], rounding_mode="trunc")
-    return (x.to(dtype), tokens) if p is None else (_routed_rows(x, p, order, tokens, dtype), None)
+    return (_as(x, dtype), tokens) if p is None else (_routed_rows(x, p, order, tokens, dtype), None)
+
+
+def _as(t: Tensor, dtype: torch.dtype) -> Tensor:
+    return t if t.dtype is dtype else t.to(dtype)
+
+
+@planned
+def _nothings(precision: str, *like: Operand) -> Callable[..., list[Tensor]]:
+    """``nothing`` for each."""
+    new = [fresh((0,), t) for t in like]
+    return lambda *_: [make() for make in new]
 
 
 @whole
@@ -112,13 +124,12 @@ def mlp_backward(
     kernel = _functions(path, w_gate)
     need_x, need_p, need_gate, need_up, need_down, need_b_gate, need_b_down = mask
     kind, dtype = (act, layout, limit, alpha), w_gate.dtype
-    tokens = torch.div(order, ids.shape[1], rounding_mode="trunc")
-    rows, gather = _rows(x, ids, p if first else None, order, dtype)
+    tokens, weight = kernel.sorted_pairs(order, None if first else p, ids.shape[1])
+    rows, gather = _rows(x, p if first else None, order, tokens, dtype)
     if h is None:
         _, h, u = kernel.up(rows, gather, w_gate, w_up, b_gate, ends, *kind, True)
         u = None if w_up is None else u
-    weight = None if p is None or first else wide(p.reshape(-1)[order])
-    dy, source = grad.to(dtype), tokens
+    dy, source = _as(grad, dtype), tokens
     found: list[Tensor | None] = [None] * 7
     if need_b_down:
         found[6] = kernel.bias_gradient(dy, ends, weight, tokens)
@@ -137,7 +148,7 @@ def mlp_backward(
             found[5] = kernel.bias_gradient(dh, ends, None, None)
         if need_p and not first:
             assert p is not None
-            found[1] = _router_gradient(dp, grad, b_down, ids, inverse, ends).to(p.dtype)
+            found[1] = _router_gradient(kernel, dp, grad, b_down, ids, inverse, ends, p.dtype)
         if need_x or (need_p and first):
             drows = _rows_gradient(kernel, dh, du, w_gate, w_up, ends, False)
             if need_p and first:
@@ -147,7 +158,13 @@ def mlp_backward(
                 found[1] = products.sum(-1)[inverse].view(ids.shape).to(p.dtype)
             if need_x:
                 found[0] = kernel.combine(drows, p if first else None, None, ids, inverse, ends, x)
-    return tuple(nothing(grad) if t is None else t for t in found)
+    return _given(found, grad)
+
+
+def _given(found: list[Tensor | None], like: Tensor) -> tuple[Tensor, ...]:
+    """What was found, and nothing for what was not."""
+    absent = iter(_nothings(*[like for t in found if t is None]))
+    return tuple(next(absent) if t is None else t for t in found)
 
 
 def _gathered(rows: Tensor, gather: Tensor | None, path: str) -> tuple[Tensor, Tensor | None]:
@@ -155,14 +172,22 @@ def _gathered(rows: Tensor, gather: Tensor | None, path: str) -> tuple[Tensor, T
     return (rows, gather) if gather is None or kernels.PATHS[path].gathers else (rows.index_select(0, gather), None)
 
 
-def _router_gradient(dp: Tensor, grad: Tensor, b: Tensor | None, ids: Tensor, inverse: Tensor, ends: Tensor) -> Tensor:
+def _router_gradient(
+    kernel: ModuleType,
+    dp: Tensor,
+    grad: Tensor,
+    b: Tensor | None,
+    ids: Tensor,
+    inverse: Tensor,
+    ends: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
     """(T, K): what the kernel summed for each sorted row, and the part of the down projection's bias."""
-    places = inverse.view(ids.shape)
-    found = dp[places]
     if b is None:
-        return found
+        return kernel.router_gradient(dp, ids, inverse, dtype)
     lines = wide(b[ids.clamp(0, b.shape[0] - 1)])
-    return found + torch.where(used(ends, places), wide(grad).unsqueeze(1) * lines, 0).sum(-1)
+    more = torch.where(used(ends, inverse.view(ids.shape)), wide(grad).unsqueeze(1) * lines, 0).sum(-1)
+    return (kernel.router_gradient(dp, ids, inverse, dp.dtype) + more).to(dtype)
 
 
 def _weight_gradient(
@@ -246,7 +271,7 @@ def experts_backward(
             found[4] = kernel.bias_gradient(dh, ends, None, None)
         if need_rows:
             found[0] = _rows_gradient(kernel, dh, du, w_gate, w_up, ends, True)
-    return tuple(nothing(grad) if t is None else t for t in found)
+    return _given(found, grad)
 
 
 def _functions(path: str, like: Tensor) -> ModuleType:

@@ -149,6 +149,14 @@ def test_route_of_many_pairs(blocks: int, cells: int, monkeypatch: pytest.Monkey
 
 
 @dtypes
+@pytest.mark.parametrize(("tokens", "chosen"), [(0, 2), (5, 0), (1, 1), (300, 3)])
+def test_pairs(tokens: int, chosen: int, dtype: torch.dtype) -> None:
+    p = torch.rand(chosen, tokens).to(dtype)
+    contract.check_pairs(PORTABLE, contract.random_ids(tokens, chosen, 5), p.t(), 5)
+    contract.check_pairs(PORTABLE, contract.random_ids(tokens, chosen, 5), p.t().contiguous(), 5)
+
+
+@dtypes
 @pytest.mark.parametrize("weights", [None, F32, BF16], ids=["unweighted", "fp32 weights", "bf16 weights"])
 @pytest.mark.parametrize(("tokens", "chosen", "experts"), [(0, 2, 3), (1, 1, 1), (7, 3, 5), (2, 0, 3)])
 def test_combine(dtype: torch.dtype, weights: torch.dtype | None, tokens: int, chosen: int, experts: int) -> None:

@@ -189,7 +189,7 @@ def test_the_operators_say_what_they_return(fields: dict[str, Any], save: bool) 
 
 
 def test_every_path_has_every_function() -> None:
-    functions = {"up", "matmul", "dh", "wgrad", "route", "combine", "bias_gradient"}
+    functions = {"up", "matmul", "dh", "wgrad", "route", "combine", "bias_gradient", "sorted_pairs", "router_gradient"}
     for name in kernels.PATHS:
         assert functions <= set(dir(kernels.path(name))), name
 

@@ -208,6 +208,7 @@ def test_dh(machine: gluon_model.Machine, rows: str, inner: int, transposed: boo
         None if u is None else case.clean(u), case.ends, *options,
     )  # fmt: skip
     for name, mine, exact in zip(("dh", "du", "dp", "a"), got, true, strict=True):
+        mine, exact = (mine.sum(1), exact.sum(1)) if name == "dp" else (mine, exact)
         assert mine.shape == exact.shape, name
         assert_close(mine, exact, 2**-20 if name == "dp" else 2**-7) if exact.numel() else None
 

@@ -54,6 +54,8 @@ def launches(case: Case) -> dict[str, Callable[[], Any]]:
         "wgrad_kernel": lambda: PORTABLE.wgrad(rows, x, None, gather, ends),
         "bias_kernel": lambda: PORTABLE.bias_gradient(x, ends, p, gather),
         "combine_kernel": lambda: PORTABLE.combine(rows, weights, None, ids, pairs, ends, x),
+        "sorted_kernel": lambda: PORTABLE.sorted_pairs(pairs, weights, 2),
+        "router_kernel": lambda: PORTABLE.router_gradient(torch.zeros(3, len(pairs)).t(), ids, pairs, case.dtype),
         "place_kernel": lambda: PORTABLE.route(ids, case.experts),
         "count_kernel place_kernel": lambda: PORTABLE.route(ids.repeat(8, 1), case.experts),
     }
@@ -76,7 +78,17 @@ def test_nothing_that_may_be_absent(stored: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["up_kernel", "matmul_kernel", "dh_kernel", "wgrad_kernel", "bias_kernel", "place_kernel", "count_kernel place_kernel"],
+    [
+        "up_kernel",
+        "matmul_kernel",
+        "dh_kernel",
+        "wgrad_kernel",
+        "bias_kernel",
+        "place_kernel",
+        "count_kernel place_kernel",
+        "sorted_kernel",
+        "router_kernel",
+    ],
 )
 def test_another_number_of_rows_compiles_nothing(name: str, compiled: list[str]) -> None:
     def launch(rows: int) -> None:

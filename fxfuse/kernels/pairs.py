@@ -1,0 +1,85 @@
+"""What goes between the (token, expert) pairs and their sorted rows, a number each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .fresh import fresh
+from .plans import Operand, planned
+from .prepared import Launch
+
+PAIRS, WARPS = 256, 4
+"""Of a program."""
+
+
+@triton.jit(do_not_specialize=["S"])
+def sorted_kernel(
+    order, p, tokens, weights, S, K, stride_order, stride_p_t, stride_p_k, PAIRS: tl.constexpr, WEIGHTS: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
+    pair = tl.load(order + row * stride_order, mask=row < S, other=0)
+    token = pair // K
+    tl.store(tokens + row, token, mask=row < S)
+    if WEIGHTS:
+        weight = tl.load(p + token * stride_p_t + pair % K * stride_p_k, mask=row < S, other=0.0)
+        tl.store(weights + row, weight.to(tl.float32), mask=row < S)
+
+
+def sorted_pairs(order: Tensor, p: Tensor | None, chosen: int) -> tuple[Tensor, Tensor | None]:
+    """As ``reference.sorted_pairs``."""
+    return _sorted_pairs(order, p, chosen)
+
+
+@planned
+def _sorted_pairs(precision: str, order: Operand, p: Operand | None, chosen: int) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    (rows,) = order.shape
+    launch = Launch(
+        sorted_kernel, (triton.cdiv(rows, PAIRS),), order.device,
+        (rows, chosen, *order.stride, *((0, 0) if p is None else p.stride)),
+        PAIRS=PAIRS, WEIGHTS=p is not None, num_warps=WARPS,
+    )  # fmt: skip
+    new_tokens, new_weights = fresh((rows,), order, torch.int64), fresh((rows,), order, torch.float32)
+
+    def run(order: Tensor, p: Tensor | None, _: int) -> tuple[Tensor, Tensor | None]:
+        tokens, weights = new_tokens(), None if p is None else new_weights()
+        launch(order, p, tokens, weights)
+        return tokens, weights
+
+    return run
+
+
+@triton.jit(do_not_specialize=["S", "stride_part"])
+def router_kernel(dp, inverse, out, S, parts, stride_dp, stride_part, stride_inverse, PAIRS: tl.constexpr):
+    pair = tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
+    row = tl.load(inverse + pair * stride_inverse, mask=pair < S, other=0)
+    total = tl.zeros((PAIRS,), tl.float32)
+    for part in tl.range(0, parts):
+        total += tl.load(dp + row * stride_dp + part * stride_part, mask=pair < S, other=0.0)
+    tl.store(out + pair, total.to(out.dtype.element_ty), mask=pair < S)
+
+
+def router_gradient(dp: Tensor, ids: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
+    """As ``reference.router_gradient``."""
+    return _router_gradient(dp, ids, inverse, dtype)
+
+
+@planned
+def _router_gradient(precision: str, dp: Operand, ids: Operand, inverse: Operand, dtype: torch.dtype) -> Callable[..., Tensor]:
+    rows, parts = dp.shape
+    launch = Launch(
+        router_kernel, (triton.cdiv(rows, PAIRS),), dp.device, (rows, parts, *dp.stride, *inverse.stride),
+        PAIRS=PAIRS, num_warps=WARPS,
+    )  # fmt: skip
+    new = fresh(ids.shape, dp, dtype)
+
+    def run(dp: Tensor, ids: Tensor, inverse: Tensor, _: torch.dtype) -> Tensor:
+        out = new()
+        launch(dp, inverse, out)
+        return out
+
+    return run
