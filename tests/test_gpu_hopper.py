@@ -26,7 +26,7 @@ sys.path.append(str(Path(__file__).parent))
 import reference_moe
 
 from fxfuse.kernels import hopper_launch as launch
-from fxfuse.kernels import reference
+from fxfuse.kernels import plans, reference
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
@@ -58,15 +58,18 @@ def watchdog() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What the launcher allocates holds NaN until a kernel writes it."""
 
-    def empty(shape: Any, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        made = torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
-        return made.fill_(float("nan") if made.is_floating_point() else -1)
+    def poisoned(shape: Any, like: plans.Operand, dtype: torch.dtype | None = None) -> Callable[[], Tensor]:
+        dtype = dtype or like.dtype
+        return lambda: torch.full(shape, float("nan") if dtype.is_floating_point else -1, dtype=dtype, device=like.device)
 
-    monkeypatch.setattr(launch, "_empty", empty)
+    plans.forget()
+    monkeypatch.setattr(launch, "fresh", poisoned)
     _began[0] = time.monotonic()
+    yield
+    plans.forget()
 
 
 class Case:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -75,9 +75,9 @@ def launching(kernels: launch.Kernels, seed: int, monkeypatch: pytest.MonkeyPatc
 
     with gluon_model.running(seed) as machine:
 
-        def poisoned(shape: Any, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-            made = torch.empty(shape, dtype=dtype or like.dtype)
-            return made.fill_(float("nan") if made.is_floating_point() else -1)
+        def poisoned(shape: Any, like: plans.Operand, dtype: torch.dtype | None = None) -> Callable[[], Tensor]:
+            dtype = dtype or like.dtype
+            return lambda: torch.full(shape, float("nan") if dtype.is_floating_point else -1, dtype=dtype)
 
         def known(self: prepared.Launch, *tensors: Tensor | int | None) -> None:
             for t in tensors:
@@ -90,7 +90,7 @@ def launching(kernels: launch.Kernels, seed: int, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(launch, "_kernels", lambda: kernels)
         monkeypatch.setattr(prepared.Launch, "__call__", known)
         monkeypatch.setattr(launch, "_processors", lambda device: 3)
-        monkeypatch.setattr(launch, "_empty", poisoned)
+        monkeypatch.setattr(launch, "fresh", poisoned)
         monkeypatch.setattr(hopper_tiles, "fill", Fill())
         yield machine
 
