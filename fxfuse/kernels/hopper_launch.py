@@ -344,8 +344,8 @@ def _dense_as(shape: tuple[int, ...], like: Operand) -> Operand:
 
 def _dense(t: Tensor) -> Tensor:
     """``t`` (S, C), copied where TMA cannot read it."""
-    size, ((rows, columns), (pitch, step)) = t.element_size(), (t.shape, t.stride())
-    fits = step == 1 and (rows == 1 or (pitch >= columns and pitch * size % ALIGNMENT == 0))
+    (rows, columns), (pitch, step) = t.shape, t.stride()
+    fits = step == 1 and (rows == 1 or (pitch >= columns and pitch * t.itemsize % ALIGNMENT == 0))
     return t if fits and t.data_ptr() % ALIGNMENT == 0 else t.clone(memory_format=torch.contiguous_format)
 
 
@@ -359,7 +359,7 @@ def _lines(bias: Tensor | None) -> Tensor | None:
 
 
 def _floats(t: Tensor | None) -> Tensor | None:
-    return None if t is None else t.float().contiguous()
+    return t if t is None or (t.dtype is torch.float32 and t.is_contiguous()) else t.float().contiguous()
 
 
 # ------------------------------------------------------------------------------------------------ descriptors and launches

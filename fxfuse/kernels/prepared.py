@@ -103,12 +103,12 @@ def _direct(
     None where it is not known how this Triton launches. ``after``: all arguments after the tensors.
     """
     described = list(getattr(compiled.metadata, "tensordesc_meta", None) or ())
-    launch = _launcher(compiled, bool(described))
-    if launch is None or len(described) != sum(map(callable, slots.values())) or not all(described):
+    launcher = _launcher(compiled, bool(described))
+    if launcher is None or len(described) != sum(map(callable, slots.values())) or not all(described):
         return None
-    x, y, z = (*grid, 1, 1)[:3]
-    filled: list[Any] = []
-    pointers, maps = [], []
+    launch, before = launcher
+    filled: list[Any] = [*(*grid, 1, 1)[:3], 0, *before]
+    pointers, shifted, maps = [], [], []
     for i, t in enumerate(tensors):
         slot = slots.get(i, 0)
         if not isinstance(t, Tensor):
@@ -118,40 +118,46 @@ def _direct(
             maps.append((i, len(filled), encode))
             filled += encode(t.data_ptr())  # a tensor map, then extents and strides, which never change
         else:
-            pointers.append((i, len(filled), slot * t.element_size()))
+            shifted.append((i, len(filled), slot * t.element_size())) if slot else pointers.append((i, len(filled)))
             filled.append(0)
     filled += after
+    stream = driver.active.get_current_stream
 
     def call(tensors: Sequence[Any]) -> bool:
         args, bits = filled.copy(), 0
-        for i, place, shift in pointers:
-            address = tensors[i].data_ptr() + shift
+        for i, place in pointers:
+            args[place] = address = tensors[i].data_ptr()
             bits |= address
-            args[place] = address
+        for i, place, shift in shifted:
+            args[place] = address = tensors[i].data_ptr() + shift
+            bits |= address
         if bits % ALIGNMENT:
             return False
         for i, place, encode in maps:
             args[place] = _encoded(encode, tensors[i].data_ptr())
-        launch(x, y, z, driver.active.get_current_stream(device), args)
+        args[3] = stream(device)
+        launch(*args)
         return True
 
     return call
 
 
-def _launcher(compiled: Any, described: bool) -> Callable[..., Any] | None:
-    """The C function behind a compiled kernel, of x, y, z, stream and the kernel's arguments: no scratch memory, no hooks."""
+def _launcher(compiled: Any, described: bool) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
+    """The C function behind a compiled kernel, and what it takes between x, y, z, stream and the kernel's arguments.
+
+    Without scratch memory, and without hooks.
+    """
     kept = compiled.run
     if type(kept).__name__ != "CudaLauncher" or kept.global_scratch_size or kept.profile_scratch_size:
         return None
     flags = (compiled.function, kept.launch_cooperative_grid, kept.launch_pdl)
     if VERSION in ((3, 5), (3, 6)):  # a function for each signature, in a closure where there are descriptors to encode
         run = _captured(kept.launch, "launcher") if described else kept.launch
-        before = (*flags, None, None, compiled.packed_metadata, None, None, None)
-        return None if run is None else lambda x, y, z, stream, args: run(x, y, z, stream, *before, *args)
+        return None if run is None else (run, (*flags, None, None, compiled.packed_metadata, None, None, None))
     if VERSION in ((3, 7), (3, 8)) and not getattr(kept, "gsan_enabled", False):  # one function that is told the signature
         run = driver.active.utils.launch
         before = (*flags, compiled.packed_metadata, *[None] * 5, kept.arg_annotations, kept.kernel_signature)
-        return lambda x, y, z, stream, args: run(x, y, z, stream, *before, args)
+        return lambda x, y, z, stream, *args: run(x, y, z, stream, *before, args), ()
     return None
 
 

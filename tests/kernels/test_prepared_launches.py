@@ -22,6 +22,7 @@ from fxfuse.kernels import hopper_launch, path, plans, prepared
 VERSION = prepared.VERSION
 pytestmark = pytest.mark.skipif(VERSION not in OPTIONAL, reason=f"Triton {triton.__version__} launches in its own way")
 PORTABLE = path("portable")
+REFUSED = hopper_launch.available((9, 0), triton.__version__)
 
 
 @pytest.fixture
@@ -69,12 +70,11 @@ def test_every_function_hands_over_what_triton_would(layout: str, compared: list
         assert all(compared)
 
 
+@pytest.mark.skipif(REFUSED is not None, reason=str(REFUSED))
 @pytest.mark.parametrize("layout", ["concat", "separate", "interleaved"])
 def test_the_hopper_path_hands_over_what_triton_would(
     layout: str, absent: Absent, compared: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if reason := hopper_launch.available((9, 0), triton.__version__):
-        pytest.skip(reason)
     monkeypatch.setattr(hopper_launch, "_processors", lambda _: 132)
     case = Case(dtype=BF16, layout=layout, hidden=64, inner=32, biases=False)
     (x, gather), w, down, ends = case.tokens(64), case.weight(case.wide, 64), case.weight(64, 32), case.offsets()
