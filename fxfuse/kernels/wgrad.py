@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -21,6 +22,8 @@ CONFIGS: Table = {
     ),
     (8, 4): ((MANY, Config(128, 64, 32, 8, 3)),),
 }
+FOLD = 512
+"""Rows whose products are added up alone, in fp32: rounding errors grow with the number of terms of a running sum."""
 
 
 @triton.jit
@@ -82,6 +85,7 @@ def wgrad_kernel(
     TM: tl.constexpr,
     TK: tl.constexpr,
     SWEEP: tl.constexpr,
+    FOLD: tl.constexpr,
     GATHER_D: tl.constexpr,
     GATHER_X: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -101,7 +105,19 @@ def wgrad_kernel(
     end = tl.minimum(tl.load(ends + expert), S)
     out += expert.to(tl.int64) * N * M
     total = tl.zeros((TN, TM), tl.float32)
-    if SWEEP == 1:
+    if FOLD > 0:
+        tl.static_assert(SWEEP == 1)
+        m = column + tl.arange(0, TM)
+        for block in tl.range(start, end, FOLD):
+            part = tl.zeros((TN, TM), tl.float32)
+            for first in tl.range(block, tl.minimum(block + FOLD, end), TK):
+                part = _added(
+                    part, first, end, n, m, d, x, gather_d, gather_x, N, M, stride_d, stride_x,
+                    TK, GATHER_D, GATHER_X, PRECISION, WIDEN,
+                )  # fmt: skip
+            total += part
+        _store(out, total, n, m, N, M)
+    elif SWEEP == 1:
         m = column + tl.arange(0, TM)
         for first in tl.range(start, end, TK):
             total = _added(
@@ -140,7 +156,7 @@ def _wgrad(
     launch = Launch(
         wgrad_kernel, (experts * triton.cdiv(n, c.m) * sweeps,), d.device,
         (rows, n, m, d.stride[0], x.stride[0]),
-        TN=c.m, TM=c.n, TK=c.k, SWEEP=triton.cdiv(tiles_m, max(sweeps, 1)),
+        TN=c.m, TM=c.n, TK=c.k, FOLD=FOLD if d.dtype is torch.float32 else 0, SWEEP=triton.cdiv(tiles_m, max(sweeps, 1)),
         GATHER_D=gather_d is not None, GATHER_X=gather_x is not None,
         PRECISION=precision, WIDEN=widened(d.dtype), num_warps=c.warps, num_stages=c.stages,
     )  # fmt: skip

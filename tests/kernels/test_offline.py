@@ -101,7 +101,7 @@ def _dh(
 def _wgrad(c: Config, gathers_d: bool = False) -> tuple[Any, dict[str, Any]]:
     absent = {"gather_x" if gathers_d else "gather_d": None}
     gathers = {"GATHER_D": gathers_d, "GATHER_X": not gathers_d}
-    return wgrad.wgrad_kernel, {"TN": c.m, "TM": c.n, "TK": c.k, "SWEEP": c.sweep, **absent, **gathers}
+    return wgrad.wgrad_kernel, {"TN": c.m, "TM": c.n, "TK": c.k, "SWEEP": c.sweep, "FOLD": 0, **absent, **gathers}
 
 
 MANY_ROWS: dict[ModuleType, dict[str, Callable[[Config], tuple[Any, dict[str, Any]]]]] = {
@@ -163,6 +163,8 @@ def _shipped(
     precision: str = "ieee",
 ) -> Shipped:
     kernel, constants = launch(c)
+    if "FOLD" in constants and element == "fp32":
+        constants["FOLD"] = wgrad.FOLD
     c = c.fitting(4 if element == "fp32" else 2, 2 if constants.get("FORM") in (up.PAIRS, up.HALVES) else 1, SHARED[capability])
     if "counts" in kernel.arg_names:
         c = dataclasses.replace(c, warps=routing.WARPS)
