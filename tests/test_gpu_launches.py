@@ -20,6 +20,7 @@ sys.path.append(str(Path(__file__).parents[1] / "patterns"))
 
 from fxfuse import kernels
 from fxfuse.kernels import hopper_launch, plans, reference
+from fxfuse.ops import grouped_kernels
 
 pytestmark = pytest.mark.gpu
 paths = pytest.mark.parametrize("path", list(kernels.PATHS))
@@ -65,6 +66,55 @@ def calls(path: str, shift: int = 0) -> dict[str, Callable[[], Any]]:
         "sorted_pairs": lambda: module.sorted_pairs(order, p, CHOSEN),
         "router_gradient": lambda: module.router_gradient(weight.view(-1, 1).expand(-1, 3), ids, inverse, torch.bfloat16),
     }
+
+
+def passes(path: str) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """The operators' functions with arguments: of a block, of its backward where everything trains."""
+    if path == "hopper" and (reason := hopper_launch.available(torch.cuda.get_device_capability(), triton.__version__)):
+        pytest.skip(reason)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, device="cuda").to(torch.bfloat16)
+
+    x, w, down = normal(TOKENS, HIDDEN), normal(EXPERTS, 2 * INNER, HIDDEN), normal(EXPERTS, HIDDEN, INNER)
+    ids, p = torch.randint(EXPERTS, (TOKENS, CHOSEN), device="cuda"), normal(TOKENS, CHOSEN)
+    saved = (normal(TOKENS * CHOSEN, 2 * INNER), None, *reference.route(ids, EXPERTS))
+    weights, mask = (w, None, down, None, None), [True, True, True, False, True, False, False]
+    forward, backward = (
+        (x, ids, p, None, *weights, *KIND, False),
+        (normal(TOKENS, HIDDEN), x, ids, p, *weights, *saved, *KIND, False),
+    )
+    return {
+        "training": (grouped_kernels.mlp, (*forward, True, path)),
+        "inference": (grouped_kernels.mlp, (*forward, False, path)),
+        "backward": (grouped_kernels.mlp_backward, (*backward, mask, path)),
+    }
+
+
+@paths
+def test_later_passes_take_the_plans_of_the_first(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their results are those of a pass that has a key for each of its functions."""
+    for function, args in passes(path).values():
+        function(*args)
+    for name, (function, args) in passes(path).items():
+        with monkeypatch.context() as patch:
+            patch.setattr(plans, "Operand", None)  # what a key is made of
+            got = function(*args)
+        assert same(got, function.__wrapped__(*args)), name
+
+
+@paths
+def test_a_pass_is_captured(path: str) -> None:
+    for name, (function, args) in passes(path).items():
+        want = function(*args)
+        function(*args)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = function(*args)
+        for t in flat(got):
+            t.fill_(-1)
+        graph.replay()
+        assert same(got, want), name
 
 
 def flat(result: Any) -> list[Tensor]:
