@@ -81,6 +81,7 @@ class Operands:
         self.gather = self.order // k
         self.weight = self.p.flatten()[self.order]
         rows = tokens * k
+        self.dp = torch.rand(rows, 3, device=device)
         self.a, self.h, self.y, self.dh = normal(rows, i), normal(rows, 2 * i), normal(rows, h), normal(rows, 2 * i)
 
 
@@ -92,7 +93,9 @@ def functions(m: Any, o: Operands) -> dict[str, Call]:
         "up, inference": lambda: m.up(o.x, o.gather, o.w_gate, None, None, o.ends, *KIND, False)[:1],
         "down": lambda: (m.matmul(o.a, o.w_down, o.ends, transposed=True, bias=None, zero_tail=False),),
         "combine": lambda: (m.combine(o.y, o.p, None, o.ids, o.inverse, o.ends, o.y),),
-        "dh": lambda: [t for t in m.dh(o.grad, o.gather, o.w_down, o.weight, o.h, None, o.ends, *KIND) if t.numel()],
+        "sorted pairs": lambda: m.sorted_pairs(o.order, o.p, o.ids.shape[1]),
+        "dh": lambda: m.dh(o.grad, o.gather, o.w_down, o.weight, o.h, None, o.ends, *KIND)[::3],
+        "router gradient": lambda: (m.router_gradient(o.dp, o.ids, o.inverse, o.p.dtype),),
         "wgrad down": lambda: (m.wgrad(o.grad, o.a, o.gather, None, o.ends),),
         "dx": lambda: (m.matmul(o.dh, o.w_gate, o.ends, transposed=False, bias=None, zero_tail=False),),
         "wgrad up": lambda: (m.wgrad(o.dh, o.x, None, o.gather, o.ends),),
@@ -129,6 +132,8 @@ def costs(o: Operands) -> dict[str, tuple[float, float]]:
         "up, inference": (4 * s * i * h, 2 * t * h + index + up + 2 * s * i),
         "down": (2 * s * i * h, 2 * s * i + down + 2 * s * h),
         "combine": (0, 2 * s * h + 12 * s + 2 * t * h),
+        "sorted pairs": (0, 24 * s),
+        "router gradient": (0, 24 * s),
         "dh": (2 * s * i * h, 2 * t * h + index + down + 2 * s * (2 * i + 2 * i + i) + 8 * s),
         "wgrad down": (2 * s * i * h, 2 * t * h + index + 2 * s * i + 2 * e * h * i),
         "dx": (4 * s * i * h, 2 * s * 2 * i + up + 2 * s * h),
