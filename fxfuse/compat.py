@@ -43,6 +43,7 @@ PRIVATE_NAMES: dict[str, str] = {
     "cudagraph_reset": "torch._inductor.cudagraph_trees:reset_cudagraph_trees",
     "graph_task": "torch._C:_current_graph_task_id",
     "no_dispatch_modes": "torch.utils._python_dispatch:_disable_current_modes",
+    "new_tensors": "torch._C._dynamo.guards:_empty_strided_cuda",
 }
 
 
@@ -163,6 +164,13 @@ def drops_roundings() -> bool:
     from torch._inductor.fx_passes import joint_graph
 
     return not hasattr(joint_graph, "_is_lossless_fp_widening_cast")
+
+
+def empty_strided(device: torch.device) -> Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor] | None:
+    """What Inductor's code makes tensors with, on the current device of this kind; None where there is no such function."""
+    from torch._C._dynamo import guards
+
+    return getattr(guards, f"_empty_strided_{device.type}", None)
 
 
 def is_control_flow(error: BaseException) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,14 +16,16 @@ def fresh(
     shape: Sequence[int], like: Operand, dtype: torch.dtype | None = None, stride: Sequence[int] | None = None
 ) -> Callable[[], Tensor]:
     """Makes new tensors of unknown values on the device of ``like``, in its dtype and contiguous if nothing else is given."""
+    from ..compat import empty_strided
+
     if stride is None:
         stride = [math.prod(max(extent, 1) for extent in shape[i:]) for i in range(1, len(shape) + 1)]
     layout, dtype, device = (tuple(shape), tuple(stride)), dtype or like.dtype, like.device
     ordinary = functools.partial(torch.empty_strided, *layout, dtype=dtype, device=device)
-    make: Any = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
+    make = empty_strided(device)
     if make is None:
         return ordinary
     if device.type != "cuda" or torch.cuda.device_count() == 1:
         return functools.partial(make, *layout, dtype)
-    current = torch._C._cuda_getDevice  # it makes them on the current one
+    current = torch.accelerator.current_device_index
     return lambda: make(*layout, dtype) if current() == device.index else ordinary()

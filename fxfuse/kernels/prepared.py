@@ -60,7 +60,7 @@ class Launch:
 
     def __call__(self, *tensors: Tensor | int | None) -> None:
         """On the current stream of the tensors' device."""
-        if self.guarded and torch._C._cuda_getDevice() != self.device.index:
+        if self.guarded and torch.accelerator.current_device_index() != self.device.index:
             with torch.cuda.device(self.device):
                 return self(*tensors)
         hook = _knobs.launch_enter_hook

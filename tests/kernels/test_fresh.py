@@ -37,7 +37,7 @@ def test_a_device_that_is_not_current(monkeypatch: pytest.MonkeyPatch) -> None:
     current = [0]
     monkeypatch.setattr(torch._C._dynamo.guards, "_empty_strided_cuda", noted("fast"))
     monkeypatch.setattr(torch, "empty_strided", noted("ordinary"))
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[0], raising=False)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: current[0])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     make = fresh((2,), operand("cuda:1"))
     for current[0] in (0, 1):

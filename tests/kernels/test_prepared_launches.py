@@ -216,7 +216,7 @@ def test_another_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
         current[0] = before
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[0], raising=False)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: current[0])
     monkeypatch.setattr(torch.cuda, "device", device)
     launch = prepared.Launch(None, (1,), second, ())
     launch.direct = lambda tensors: bool(found.append(current[0])) or True
