@@ -64,6 +64,9 @@ def calls(path: str, shift: int = 0) -> dict[str, Callable[[], Any]]:
         "wgrad": lambda: module.wgrad(h, y, None, None, ends),
         "bias_gradient": lambda: module.bias_gradient(h, ends, weight, None),
         "sorted_pairs": lambda: module.sorted_pairs(order, p, CHOSEN),
+        "router_gradient with a bias": lambda: module.router_gradient(
+            weight.view(-1, 1).expand(-1, 3), ids, inverse, torch.bfloat16, down[:, :, 0].contiguous(), x, ends
+        ),
         "router_gradient": lambda: module.router_gradient(weight.view(-1, 1).expand(-1, 3), ids, inverse, torch.bfloat16),
     }
 

@@ -399,3 +399,14 @@ def test_the_report_says_how_a_lowering_was_chosen(monkeypatch: pytest.MonkeyPat
     assert "kernels (the chosen one first)\n  linear_act: other 0.5000 ms" in str(report)
     assert "not third: too wide" in report._repr_mimebundle_()["text/html"]
     assert fxfuse.Report.from_json(report.to_json()) == report
+
+
+def test_what_was_rounded_on_the_way_is_allowed_for() -> None:
+    """A result in fp32 of operands in bf16, such as a router gradient, is no more exact than they are."""
+
+    def sums(factor: float) -> Candidate:
+        return candidate(f"{factor}", 0.5, lambda x: x.float() * factor)
+
+    inline = sums(1.0)
+    assert set(times(inline, sums(1.002), sums(1.2), dtype=BF16)) == {"1.0", "1.002"}
+    assert set(times(inline, sums(1.002), dtype=F32)) == {"1.0"}

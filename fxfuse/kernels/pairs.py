@@ -10,10 +10,11 @@ import triton.language as tl
 from torch import Tensor
 
 from .fresh import fresh
+from .launch import rows_contiguous
 from .plans import Operand, planned
 from .prepared import Launch
 
-PAIRS, WARPS = 256, 4
+PAIRS, WARPS, COLUMNS = 256, 4, 1024
 """Of a program."""
 
 
@@ -63,9 +64,72 @@ def router_kernel(dp, inverse, out, S, parts, stride_dp, stride_part, stride_inv
     tl.store(out + pair, total.to(out.dtype.element_ty), mask=pair < S)
 
 
-def router_gradient(dp: Tensor, ids: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
+@triton.jit(do_not_specialize=["stride_part"])
+def router_bias_kernel(
+    dp, inverse, out, grad, bias, ids, ends, H, E, K, parts,
+    stride_dp, stride_part, stride_inverse, stride_grad, stride_bias, stride_ids_t, stride_ids_k, TN: tl.constexpr,
+):  # fmt: skip
+    """One pair: its parts, and its token's gradient times its expert's bias."""
+    pair = tl.program_id(0).to(tl.int64)
+    token = pair // K
+    row = tl.load(inverse + pair * stride_inverse)
+    expert = tl.load(ids + token * stride_ids_t + pair % K * stride_ids_k).to(tl.int64)
+    expert = tl.minimum(tl.maximum(expert, 0), E - 1)
+    mine = row < tl.load(ends + E - 1)
+    sums = tl.zeros((TN,), tl.float32)
+    for first in tl.range(0, H, TN):
+        n = first + tl.arange(0, TN)
+        mask = (n < H) & mine
+        line = tl.load(grad + token * stride_grad + n, mask=mask, other=0.0).to(tl.float32)
+        sums += line * tl.load(bias + expert * stride_bias + n, mask=mask, other=0.0).to(tl.float32)
+    total = tl.sum(sums, 0)
+    for part in tl.range(0, parts):
+        total += tl.load(dp + row * stride_dp + part * stride_part)
+    tl.store(out + pair, total.to(out.dtype.element_ty))
+
+
+def router_gradient(
+    dp: Tensor,
+    ids: Tensor,
+    inverse: Tensor,
+    dtype: torch.dtype,
+    b_down: Tensor | None = None,
+    grad: Tensor | None = None,
+    ends: Tensor | None = None,
+) -> Tensor:
     """As ``reference.router_gradient``."""
-    return _router_gradient(dp, ids, inverse, dtype)
+    if b_down is None:
+        return _router_gradient(dp, ids, inverse, dtype)
+    assert grad is not None
+    return _router_gradient_with_bias(dp, ids, inverse, dtype, rows_contiguous(b_down), rows_contiguous(grad), ends)
+
+
+@planned
+def _router_gradient_with_bias(
+    precision: str,
+    dp: Operand,
+    ids: Operand,
+    inverse: Operand,
+    dtype: torch.dtype,
+    b_down: Operand,
+    grad: Operand,
+    ends: Operand,
+) -> Callable[..., Tensor]:
+    (experts, hidden), (rows, parts) = b_down.shape, dp.shape
+    sizes = (hidden, experts, max(ids.shape[1], 1), parts)
+    launch = Launch(
+        router_bias_kernel, (rows,), dp.device,
+        (*sizes, *dp.stride, *inverse.stride, grad.stride[0], b_down.stride[0], *ids.stride),
+        TN=min(COLUMNS, triton.next_power_of_2(max(hidden, 1))), num_warps=WARPS,
+    )  # fmt: skip
+    new = fresh(ids.shape, dp, dtype)
+
+    def run(dp: Tensor, ids: Tensor, inverse: Tensor, _: torch.dtype, b_down: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
+        out = new()
+        launch(dp, inverse, out, grad, b_down, ids, ends)
+        return out
+
+    return run
 
 
 @planned

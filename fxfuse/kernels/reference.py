@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..ops.grouped_experts import activate, activate_backward
-from ..ops.grouped_mm import wide
+from ..ops.grouped_mm import used, wide
 
 _nothing: tuple[int, ...] = (0,)
 
@@ -176,9 +176,25 @@ def sorted_pairs(order: Tensor, p: Tensor | None, chosen: int) -> tuple[Tensor, 
     return torch.div(order, chosen, rounding_mode="trunc"), None if p is None else wide(p.reshape(-1)[order])
 
 
-def router_gradient(dp: Tensor, ids: Tensor, inverse: Tensor, dtype: torch.dtype) -> Tensor:
-    """(T, K) as ids is: for each pair the sum of its sorted row of dp (S, parts), in fp32 and in order, rounded once."""
-    return dp.sum(1)[inverse].view(ids.shape).to(dtype)
+def router_gradient(
+    dp: Tensor,
+    ids: Tensor,
+    inverse: Tensor,
+    dtype: torch.dtype,
+    b_down: Tensor | None = None,
+    grad: Tensor | None = None,
+    ends: Tensor | None = None,
+) -> Tensor:
+    """(T, K) as ids is: for each pair the sum of its sorted row of dp (S, parts), in fp32 and in order, rounded once.
+
+    With b_down (E, H) its expert's line times the token's gradient (T, H) is added, where the pair is an expert's.
+    """
+    found = dp.sum(1)[inverse].view(ids.shape)
+    if b_down is not None:
+        assert grad is not None and ends is not None
+        lines = wide(b_down[ids.clamp(0, b_down.shape[0] - 1)])
+        found = found + torch.where(used(ends, inverse.view(ids.shape)), wide(grad).unsqueeze(1) * lines, 0).sum(-1)
+    return found.to(dtype)
 
 
 def combine(

@@ -148,7 +148,7 @@ def mlp_backward(
             found[5] = kernel.bias_gradient(dh, ends, None, None)
         if need_p and not first:
             assert p is not None
-            found[1] = _router_gradient(kernel, dp, grad, b_down, ids, inverse, ends, p.dtype)
+            found[1] = kernel.router_gradient(dp, ids, inverse, p.dtype, b_down, grad, ends)
         if need_x or (need_p and first):
             drows = _rows_gradient(kernel, dh, du, w_gate, w_up, ends, False)
             if need_p and first:
@@ -170,24 +170,6 @@ def _given(found: list[Tensor | None], like: Tensor) -> tuple[Tensor, ...]:
 def _gathered(rows: Tensor, gather: Tensor | None, path: str) -> tuple[Tensor, Tensor | None]:
     """Rows and which of them a product takes: gathered once for all products where the path's do not gather."""
     return (rows, gather) if gather is None or kernels.PATHS[path].gathers else (rows.index_select(0, gather), None)
-
-
-def _router_gradient(
-    kernel: ModuleType,
-    dp: Tensor,
-    grad: Tensor,
-    b: Tensor | None,
-    ids: Tensor,
-    inverse: Tensor,
-    ends: Tensor,
-    dtype: torch.dtype,
-) -> Tensor:
-    """(T, K): what the kernel summed for each sorted row, and the part of the down projection's bias."""
-    if b is None:
-        return kernel.router_gradient(dp, ids, inverse, dtype)
-    lines = wide(b[ids.clamp(0, b.shape[0] - 1)])
-    more = torch.where(used(ends, inverse.view(ids.shape)), wide(grad).unsqueeze(1) * lines, 0).sum(-1)
-    return (kernel.router_gradient(dp, ids, inverse, dp.dtype) + more).to(dtype)
 
 
 def _weight_gradient(

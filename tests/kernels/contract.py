@@ -221,7 +221,7 @@ def check_route(path: ModuleType, ids: Tensor, experts: int) -> None:
 
 
 def check_pairs(path: ModuleType, ids: Tensor, p: Tensor, experts: int) -> None:
-    order, inverse, _ = reference.route(ids, experts)
+    order, inverse, ends = reference.route(ids, experts)
     for given in (None, p):
         for got, want in zip(*[f(order, given, ids.shape[1]) for f in (path.sorted_pairs, reference.sorted_pairs)], strict=True):
             assert want is got is None or (got.dtype is want.dtype and torch.equal(got, want))
@@ -231,6 +231,12 @@ def check_pairs(path: ModuleType, ids: Tensor, p: Tensor, experts: int) -> None:
             got = path.router_gradient(dp.t(), ids, inverse, dtype)
             want = reference.router_gradient(dp.t().contiguous().double(), ids, inverse, torch.float64)
             same("router", got, want, TOLERANCE[dtype], dtype)
+    for hidden, dtype in ((40, F32), (1100, p.dtype)):
+        b, grad = (torch.randn(n, hidden, device=ids.device).to(p.dtype) for n in (experts, len(ids)))
+        dp = torch.randn(ids.numel(), 2, device=ids.device)
+        got = path.router_gradient(dp, ids, inverse, dtype, b.t().contiguous().t(), grad, ends)
+        want = reference.router_gradient(dp.double(), ids, inverse, torch.float64, b.double(), grad.double(), ends)
+        same("router with a bias", got, want, TOLERANCE[dtype], dtype)
 
 
 def check_combine(path: ModuleType, case: Case, tokens: int, chosen: int, experts: int, weights: Any) -> None:

@@ -56,6 +56,9 @@ def launches(case: Case) -> dict[str, Callable[[], Any]]:
         "combine_kernel": lambda: PORTABLE.combine(rows, weights, None, ids, pairs, ends, x),
         "sorted_kernel": lambda: PORTABLE.sorted_pairs(pairs, weights, 2),
         "router_kernel": lambda: PORTABLE.router_gradient(torch.zeros(3, len(pairs)).t(), ids, pairs, case.dtype),
+        "router_bias_kernel": lambda: PORTABLE.router_gradient(
+            torch.zeros(len(pairs), 3), ids, pairs, case.dtype, torch.zeros(case.experts, 40), torch.zeros(len(ids), 40), ends
+        ),
         "place_kernel": lambda: PORTABLE.route(ids, case.experts),
         "count_kernel place_kernel": lambda: PORTABLE.route(ids.repeat(8, 1), case.experts),
     }
