@@ -149,7 +149,7 @@ def hasty(ptx: str) -> list[str]:
         elif "mbarrier.arrive" in line and "expect_tx" not in line and "cp.async" not in line:
             found += [] if waited else [line]
             waited = False
-        elif line.startswith("@") and "bra" in line or re.search(r"\b(ld|st)\.shared|wgmma|cp\.async", line):
+        elif (line.startswith("@") and "bra" in line) or re.search(r"\b(ld|st)\.shared|wgmma|cp\.async", line):
             waited = False
     return found
 
