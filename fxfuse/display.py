@@ -174,6 +174,11 @@ def headline(report: Report) -> str:
     return text + (f", {len(report.failures)} failed" if report.failures else "")
 
 
+def choices(report: Report) -> list[str]:
+    """How the lowerings were chosen, once each."""
+    return list(dict.fromkeys(c for f in report.fused for c in f.choices))
+
+
 def text(report: Report) -> str:
     """The report for a terminal."""
     blocks = [f"fxfuse: {headline(report)}"]
@@ -182,8 +187,8 @@ def text(report: Report) -> str:
     if fused := groups(report):
         rows = [("layer", "fusion", "passes", "saved", "kernel", "source"), *map(_row, fused)]
         blocks.append(_table(rows))
-    if choices := dict.fromkeys(c for f in report.fused for c in f.choices):
-        blocks.append("\n".join(["kernels (the chosen one first)", *(f"  {plain(c, 400)}" for c in choices)]))
+    if told := choices(report):
+        blocks.append("\n".join(["kernels (the chosen one first)", *(f"  {plain(c, 400)}" for c in told)]))
     if missed := refusals(report):
         blocks.append("\n".join(["missed (of the pattern's values, so many were found)", *_missed_lines(missed)]))
     if report.failures:

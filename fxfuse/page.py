@@ -10,7 +10,7 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from .display import Group, Refusal, esc, groups, headline, near, plain, ranges, refusals
+from .display import Group, Refusal, choices, esc, groups, headline, near, plain, ranges, refusals
 from .report import Failure, Fused, GraphRecord, Report
 
 PANE_LINES = 4000
@@ -55,7 +55,7 @@ def fragment(report: Report) -> str:
     parts = [
         f"<p><b>fxfuse: {esc(headline(report))}</b></p>",
         _fused_table(rows),
-        _choices(report),
+        _choices(choices(report)),
         _refused(missed),
         _failed(report.failures),
     ]
@@ -90,9 +90,7 @@ def _fused_table(rows: Sequence[Group]) -> str:
     return _table(head, (fused_row(i, row) for i, row in enumerate(rows))) if rows else ""
 
 
-def _choices(report: Report) -> str:
-    """How the lowerings were chosen, once each."""
-    told = dict.fromkeys(c for f in report.fused for c in f.choices)
+def _choices(told: Sequence[str]) -> str:
     return _table(("kernels, the chosen one first",), (f"<tr>{_cells(c)}</tr>" for c in told)) if told else ""
 
 

@@ -12,15 +12,18 @@ from torch import Tensor
 from .plans import Operand
 
 
+def dense(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    return tuple(math.prod(max(extent, 1) for extent in shape[i:]) for i in range(1, len(shape) + 1))
+
+
 def fresh(
     shape: Sequence[int], like: Operand, dtype: torch.dtype | None = None, stride: Sequence[int] | None = None
 ) -> Callable[[], Tensor]:
     """Makes new tensors of unknown values on the device of ``like``, in its dtype and contiguous if nothing else is given."""
     from ..compat import empty_strided
 
-    if stride is None:
-        stride = [math.prod(max(extent, 1) for extent in shape[i:]) for i in range(1, len(shape) + 1)]
-    layout, dtype, device = (tuple(shape), tuple(stride)), dtype or like.dtype, like.device
+    layout, dtype, device = (tuple(shape), dense(shape) if stride is None else tuple(stride)), dtype or like.dtype, like.device
     ordinary = functools.partial(torch.empty_strided, *layout, dtype=dtype, device=device)
     make = empty_strided(device)
     if make is None:

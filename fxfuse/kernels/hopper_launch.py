@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .fresh import fresh
-from .plans import Operand, planned
+from .fresh import dense, fresh
+from .plans import ALIGNMENT, Operand, planned
 
 VERSIONS = ((3, 6), (3, 7))
 """Triton from the first on, and before the second: Gluon is experimental, and a GPU has run what these make of the kernels."""
@@ -28,8 +28,6 @@ MAX_EXPERTS = 4095
 """The tile list looks at all ``ends`` at once, in registers."""
 MAX_ROWS = 2**30 - 256
 """A ragged view clips rows at a coordinate of 2^30."""
-ALIGNMENT = 16
-"""Bytes that TMA wants addresses and strides to be multiples of."""
 FAR, HUGE = 2**30, 0x7FFF0000
 PRODUCT, PLAIN, HALVES, PAIRS = range(4)
 """Epilogues: none; an activation; one of a gate and an up projection from two sets of weight rows, or from every other row."""
@@ -90,14 +88,9 @@ def supported(
         if reason is not None:
             return reason
     widest = max([max(t.shape[1:]) for t in given.values()], default=1)
-    return _too_many(rows, experts, widest) if isinstance(rows, int) else None
-
-
-def _too_many(rows: int, experts: int, columns: int) -> str | None:
-    """Whether 32 bits count the tiles; of a size that is known at run time alone this is asked at every launch."""
-    if rows > MAX_ROWS or (rows // 128 + experts + 2) * (columns // 128 + 1) >= 2**31:
-        return f"{rows} rows times {columns} columns are more tiles than 32 bits count"
-    return None
+    if isinstance(rows, int) and (rows > MAX_ROWS or (rows // 128 + experts + 2) * (widest // 128 + 1) >= 2**31):
+        return f"{rows} rows times {widest} columns are more tiles than 32 bits count"
+    return None  # of rows that are known at run time alone, what is prepared for them asks
 
 
 def _misaligned(name: str, t: Tensor) -> str | None:
@@ -336,10 +329,7 @@ def _swapped(w: Operand) -> Operand:
 
 def _dense_as(shape: tuple[int, ...], like: Operand) -> Operand:
     """A new tensor."""
-    strides = [1]
-    for extent in reversed(shape[1:]):
-        strides.insert(0, strides[0] * extent)
-    return like._replace(shape=shape, stride=tuple(strides))
+    return like._replace(shape=shape, stride=dense(shape))
 
 
 def _dense(t: Tensor) -> Tensor:
@@ -459,6 +449,8 @@ def _ragged(t: View, width: int, rows: int = 64) -> Box:
     Coordinates (2^30, end, 2^30 - end + row, column): the strides of the first two undo what the third adds, modulo 2^64 in
     bytes, and the third is out of bounds where row >= end.
     """
+    if t.part.shape[0] > MAX_ROWS:
+        raise NotImplementedError(f"{t.part.shape[0]} rows are more than a ragged view clips")
     pitch = _strides(t.part)[0]
     clipped = t.part._replace(shape=(HUGE, HUGE, FAR, t.part.shape[1]), stride=(2**34 - pitch, pitch, pitch, 1))
     return _box(View(clipped, t.first), (1, 1, rows, width))

@@ -17,7 +17,7 @@ from torch import Tensor
 KEPT = 512
 """Plans of one function; the one that was not used for longest goes first."""
 ALIGNMENT = 16
-"""Bytes: what functions and Triton decide by an address is whether it is a multiple. New tensors' addresses are."""
+"""Bytes: what functions, Triton and TMA ask of an address is whether it is a multiple. New tensors' addresses are."""
 _caches: list[Any] = []
 Result = TypeVar("Result")
 Plan = Callable[..., Any]

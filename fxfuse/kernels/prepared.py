@@ -18,8 +18,8 @@ import triton
 from torch import Tensor
 from triton.runtime import driver
 
-ALIGNMENT = 16
-"""Bytes: Triton compiles a kernel anew for an address that is not a multiple."""
+from .plans import ALIGNMENT
+
 MAPS = 4096
 """Tensor maps that are kept, of 128 bytes each."""
 Box = Callable[[int], Any]

@@ -10,15 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 from .define import FusedOp
-from .grouped_kernels import FUNCTIONS, hopper_refusal, refusal
+from .grouped_kernels import FUNCTIONS, hopper_refusal, refusal, routed
 
 ROWS = 16
 
 
 def path_for(named: dict[str, Any]) -> str | None:
     """The path for these arguments of a grouped operator, or None for the reference."""
-    rows = named["ids"].numel() if "ids" in named else named["rows"].shape[0]
-    if rows >= ROWS * named["w_down"].shape[0] and hopper_refusal(**named) is None:
+    if routed(named) >= ROWS * named["w_down"].shape[0] and hopper_refusal(**named) is None:
         return "hopper"
     return "portable" if refusal(**named) is None else None
 

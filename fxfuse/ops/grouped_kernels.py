@@ -10,7 +10,7 @@ lies between its launches costs the host little. On a CPU the kernels' twins run
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -35,6 +35,11 @@ def refusal(**named: Any) -> str | None:
     return next((r for r in (kernels.refusal(t.dtype, device, experts) for t in floats) if r is not None), None)
 
 
+def routed(named: Mapping[str, Any]) -> int:
+    """How many rows go to experts, by the arguments of a grouped operator."""
+    return named["ids"].numel() if "ids" in named else named["rows"].shape[0]
+
+
 def hopper_refusal(**named: Any) -> str | None:
     """Why those in Gluon cannot."""
     reason = refusal(**named)
@@ -43,8 +48,7 @@ def hopper_refusal(**named: Any) -> str | None:
     down = named["w_down"]
     capability = kernels.capability(down.device) if down.is_cuda else None
     weights = {n: named[n] for n in ("w_gate", "w_up", "w_down")}
-    rows = named["ids"].numel() if "ids" in named else named["rows"].shape[0]
-    return hopper_launch.supported(capability, software()[1], rows, down.shape[0], **weights)
+    return hopper_launch.supported(capability, software()[1], routed(named), down.shape[0], **weights)
 
 
 @whole

@@ -23,8 +23,8 @@ def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """Rows of a (S, M) in groups, each times its matrix of b (E, M, N): (S, N); rows past ``ends[-1]`` are undefined.
 
     With b (S, N) and a (M, S) the sum runs over each group's rows: (E, M, N), zero for an empty group. bf16 operands with
-    aligned strides go to ``torch._grouped_mm``; others on a GPU to our own
-    kernels, and elsewhere (or in fp64) to a loop over the experts, which synchronises with the host.
+    aligned strides go to ``torch._grouped_mm``; others on a GPU to our own kernels, and elsewhere (or in fp64) to a loop over
+    the experts, which synchronises with the host.
     """
     if a.dtype is torch.bfloat16:
         sums = b.dim() == 2

@@ -27,6 +27,7 @@ import triton
 from test_hopper_model import ROWS, tile_list
 
 from fxfuse.kernels import hopper_launch as launch
+from fxfuse.kernels import plans
 from fxfuse.ops.activations import ACTIVATIONS
 from fxfuse.ops.grouped_experts import activate, activate_backward
 
@@ -343,3 +344,10 @@ def test_supported_says_why_not() -> None:
     assert "strides" in refusal(w=weight(INNER, WIDTH + 8)[:, :, 1 : WIDTH + 1])
     assert "32 bits" in refusal(count=2**31, a=a)
     assert "experts" in (launch.supported((9, 0), "3.6.0", 64, 5000) or "")
+
+
+def test_more_rows_than_a_view_clips_are_refused_when_they_are_known() -> None:
+    """``supported`` cannot ask about rows that are known at run time alone."""
+    rows = plans.Operand((launch.MAX_ROWS + 1, 8), (8, 1), torch.bfloat16, torch.device("cpu"))
+    with pytest.raises(NotImplementedError, match="rows are more than a ragged view clips"):
+        launch._ragged(launch.View(rows), 8)
