@@ -205,6 +205,8 @@ def dh(
     layout: str,
     limit: float | None,
     alpha: float | None,
+    *,
+    tiles: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As ``reference.dh``."""
     grad, h, u = rows_contiguous(grad), h.contiguous(), None if u is None else u.contiguous()

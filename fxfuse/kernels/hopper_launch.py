@@ -111,6 +111,17 @@ def _misaligned(name: str, t: Tensor) -> str | None:
 # ------------------------------------------------------------------------------------------------ the functions
 
 
+def tile_list(ends: Tensor, rows: int) -> Tensor:
+    """``reference.tile_list``: what ``hopper_tiles`` writes."""
+    return _tile_list(ends, rows)
+
+
+@planned
+def _tile_list(precision: str, ends: Operand, rows: int) -> Callable[..., Tensor]:
+    tiles = Tiles(ends, rows)
+    return lambda ends, _: tiles(ends)
+
+
 def up(
     x: Tensor,
     gather: Tensor | None,
@@ -123,6 +134,8 @@ def up(
     limit: float | None,
     alpha: float | None,
     save: bool,
+    *,
+    tiles: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``reference.up``: a (S, I); h (S, 2 I) or (S, I) and u (S, I), or empty tensors."""
     gather, w_up = None if gather is None else gather.contiguous(), None if w_up is None else _aligned(w_up)
@@ -176,6 +189,7 @@ def matmul(
     bias: Tensor | None = None,
     zero_tail: bool = True,
     scale: Tensor | None = None,
+    tiles: Tensor | None = None,
 ) -> Tensor:
     """``reference.matmul``: (S, N). ``scale`` (S,) fp32 multiplies the rows, bias included.
 
@@ -214,6 +228,8 @@ def dh(
     layout: str,
     limit: float | None,
     alpha: float | None,
+    *,
+    tiles: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``reference.dh``: gradients of h and u, dp (S, parts) fp32, p times the activation (S, I)."""
     rows, u = grad if gather is None else grad.index_select(0, gather), None if u is None else _dense(u)
@@ -264,7 +280,14 @@ def _dh(
 
 
 def wgrad(
-    d: Tensor, x: Tensor, gather_d: Tensor | None, gather_x: Tensor | None, ends: Tensor, *, into: Tensor | None = None
+    d: Tensor,
+    x: Tensor,
+    gather_d: Tensor | None,
+    gather_x: Tensor | None,
+    ends: Tensor,
+    *,
+    into: Tensor | None = None,
+    tiles: Tensor | None = None,
 ) -> Tensor:
     """``reference.wgrad``: (E, N, M); added to ``into``, of d's dtype or fp32, if that is given."""
     d = d if gather_d is None else d.index_select(0, gather_d)

@@ -2,8 +2,19 @@
 
 from .bias import bias_gradient
 from .combine import combine
-from .hopper_launch import dh, matmul, up, wgrad
+from .hopper_launch import dh, matmul, tile_list, up, wgrad
 from .pairs import router_gradient, sorted_pairs
 from .routing import route
 
-__all__ = ["bias_gradient", "combine", "dh", "matmul", "route", "router_gradient", "sorted_pairs", "up", "wgrad"]
+__all__ = [
+    "bias_gradient",
+    "combine",
+    "dh",
+    "matmul",
+    "route",
+    "router_gradient",
+    "sorted_pairs",
+    "tile_list",
+    "up",
+    "wgrad",
+]

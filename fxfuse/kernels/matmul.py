@@ -73,7 +73,16 @@ def matmul_kernel(
     tl.store(at, y.to(out.dtype.element_ty), mask=mask)
 
 
-def matmul(a: Tensor, w: Tensor, ends: Tensor, *, transposed: bool, bias: Tensor | None = None, zero_tail: bool = True) -> Tensor:
+def matmul(
+    a: Tensor,
+    w: Tensor,
+    ends: Tensor,
+    *,
+    transposed: bool,
+    bias: Tensor | None = None,
+    zero_tail: bool = True,
+    tiles: Tensor | None = None,
+) -> Tensor:
     """As ``reference.matmul``."""
     a, bias = rows_contiguous(a), None if bias is None else rows_contiguous(bias)
     return _matmul(a, w, ends, transposed, bias, zero_tail)

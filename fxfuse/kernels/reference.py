@@ -29,6 +29,14 @@ def used_rows(ends: Tensor) -> int:
     return int(ends[-1])
 
 
+def tile_list(ends: Tensor, rows: int) -> Tensor | None:
+    """What a path's products take their work from, for S rows; None where they need nothing.
+
+    It belongs to one pass on one stream: products take turns with it.
+    """
+    return None
+
+
 def up(
     x: Tensor,
     gather: Tensor | None,
@@ -41,6 +49,8 @@ def up(
     limit: float | None,
     alpha: float | None,
     save: bool,
+    *,
+    tiles: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The first linear and the activation.
 
@@ -54,6 +64,7 @@ def up(
         ends: (E,) int32.
         act, limit, alpha: as in ``grouped_mlp``.
         save: whether h and u are wanted.
+        tiles: what ``tile_list`` gave, here as in every product; without it a path that needs it makes its own.
 
     Returns:
         a (S, I), the activation of h as rounded to x's dtype; h (S, 2 I) or (S, I); u (S, I). Without ``save`` the last two
@@ -82,7 +93,16 @@ def _linear(x: Tensor, gather: Tensor | None, w: Tensor, ends: Tensor, bias: Ten
     return matmul(rows, w, ends, transposed=True, bias=bias)
 
 
-def matmul(a: Tensor, w: Tensor, ends: Tensor, *, transposed: bool, bias: Tensor | None = None, zero_tail: bool = True) -> Tensor:
+def matmul(
+    a: Tensor,
+    w: Tensor,
+    ends: Tensor,
+    *,
+    transposed: bool,
+    bias: Tensor | None = None,
+    zero_tail: bool = True,
+    tiles: Tensor | None = None,
+) -> Tensor:
     """Each expert's rows of a (S, K) times its weight: ``a w_e^T`` with w (E, N, K) if transposed, else ``a w_e`` with (E, K, N).
 
     Returns:
@@ -107,6 +127,8 @@ def dh(
     layout: str,
     limit: float | None,
     alpha: float | None,
+    *,
+    tiles: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Back through the second linear and the activation.
 
@@ -144,7 +166,15 @@ def dh(
     return dg, grad.new_empty(_nothing) if du is None else du, dp, a_scaled
 
 
-def wgrad(d: Tensor, x: Tensor, gather_d: Tensor | None, gather_x: Tensor | None, ends: Tensor) -> Tensor:
+def wgrad(
+    d: Tensor,
+    x: Tensor,
+    gather_d: Tensor | None,
+    gather_x: Tensor | None,
+    ends: Tensor,
+    *,
+    tiles: Tensor | None = None,
+) -> Tensor:
     """Per expert ``d^T x`` over its rows: d (S, N) and x (S, M), or lines of them by ``gather_*`` (S,), to (E, N, M)."""
     d, x = d if gather_d is None else d[gather_d], x if gather_x is None else x[gather_x]
     return torch.stack([(wide(d[rows]).t() @ wide(x[rows])).to(d.dtype) for _, rows in groups(ends)])

@@ -190,6 +190,8 @@ def up(
     limit: float | None,
     alpha: float | None,
     save: bool,
+    *,
+    tiles: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As ``reference.up``."""
     x, b_gate = rows_contiguous(x), None if b_gate is None else rows_contiguous(b_gate)

@@ -139,7 +139,15 @@ def wgrad_kernel(
                 total = tl.zeros((TN, TM), tl.float32)
 
 
-def wgrad(d: Tensor, x: Tensor, gather_d: Tensor | None, gather_x: Tensor | None, ends: Tensor) -> Tensor:
+def wgrad(
+    d: Tensor,
+    x: Tensor,
+    gather_d: Tensor | None,
+    gather_x: Tensor | None,
+    ends: Tensor,
+    *,
+    tiles: Tensor | None = None,
+) -> Tensor:
     """As ``reference.wgrad``."""
     return _wgrad(rows_contiguous(d), rows_contiguous(x), gather_d, gather_x, ends)
 

@@ -5,6 +5,7 @@ On a CPU the twins run, in fp64; what the kernels themselves compute is the subj
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import contract
@@ -189,9 +190,13 @@ def test_the_operators_say_what_they_return(fields: dict[str, Any], save: bool) 
 
 
 def test_every_path_has_every_function() -> None:
-    functions = {"up", "matmul", "dh", "wgrad", "route", "combine", "bias_gradient", "sorted_pairs", "router_gradient"}
-    for name in kernels.PATHS:
-        assert functions <= set(dir(kernels.path(name))), name
+    products = {"tile_list", "up", "matmul", "dh", "wgrad"}
+    functions = products | {"route", "combine", "bias_gradient", "sorted_pairs", "router_gradient"}
+    for path in (kernels.twins(), *map(kernels.path, kernels.PATHS)):
+        assert functions <= set(dir(path)), path
+        for name in products - {"tile_list"}:
+            tiles = inspect.signature(getattr(path, name)).parameters["tiles"]
+            assert tiles.kind is tiles.KEYWORD_ONLY and tiles.default is None, (path, name)
 
 
 # ------------------------------------------------------------------------------------------------ when they may run
