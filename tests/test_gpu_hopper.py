@@ -307,6 +307,32 @@ def test_launches_back_to_back_share_nothing() -> None:
     assert all(torch.equal(f, expected) for f in found)
 
 
+@pytest.mark.parametrize("routing", ["zipf", "one_busy", "nobody"])
+@pytest.mark.parametrize("tokens", [1, TOKENS])
+def test_products_take_turns_with_one_list(routing: str, tokens: int) -> None:
+    """Of fewer tiles than processors and of more; each launch leaves the counter at zero."""
+    case = Case(routing, tokens=tokens)
+    x, h, w, w_down = case.matrix(768), case.matrix(4096), case.weight(4096, 768), case.weight(768, 2048)
+    lines, kind = torch.randn(tokens, 768, device="cuda").to(BF16), ("silu", "concat", None, None)
+    products: list[Callable[..., Any]] = [
+        lambda **tiles: launch.up(x, None, w, None, None, case.ends, *kind, True, **tiles)[:2],
+        lambda **tiles: launch.up(lines, case.gather, w, None, None, case.ends, *kind, True, **tiles)[:2],
+        lambda **tiles: launch.matmul(x, w, case.ends, transposed=True, **tiles),
+        lambda **tiles: launch.dh(x, None, w_down, None, h, None, case.ends, *kind, **tiles)[::3],
+        lambda **tiles: launch.wgrad(h, x, None, None, case.ends, **tiles),
+    ]
+    expected = [product() for product in products]
+    tiles, heads, found = launch.tile_list(case.ends, case.rows), [], []
+    for product in products * 3:  # nobody waits in between
+        found.append(product(tiles=tiles))
+        heads.append(tiles[0, :2].clone())
+    torch.cuda.synchronize()
+    for head, got, own in zip(heads, found, expected * 3, strict=True):
+        assert head[0] > 0 and head[1] == 0
+        for mine, other in zip(*((r,) if isinstance(r, Tensor) else r for r in (got, own)), strict=True):
+            assert torch.equal(mine, other)
+
+
 def test_weight_of_more_than_2_31_elements() -> None:
     experts, n, k = 130, 4096, 4096
     w = torch.zeros(experts, n, k, device="cuda", dtype=BF16)

@@ -103,8 +103,13 @@ def tile_at(table, t, across):
 
 
 @gluon.jit
-def claim(counter):
-    return gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
+def claim(table, tiles):
+    # A program's first tile is its own, and each tile is followed by one claim: there are as many claims as tiles. So nobody
+    # claims after the one that finds tiles - 1, and that one leaves zero for the next launch, which begins when this has ended.
+    counter = table + 1
+    claimed = gl.atomic_add(counter, 1, sem="relaxed")
+    gl.store(counter, 0, mask=claimed == tiles - 1)
+    return claimed + gl.num_programs(0)
 
 
 @gluon.jit

@@ -112,14 +112,27 @@ def _misaligned(name: str, t: Tensor) -> str | None:
 
 
 def tile_list(ends: Tensor, rows: int) -> Tensor:
-    """``reference.tile_list``: what ``hopper_tiles`` writes."""
+    """``reference.tile_list``: what ``hopper_tiles`` writes, (limit, 8) int32."""
     return _tile_list(ends, rows)
 
 
 @planned
 def _tile_list(precision: str, ends: Operand, rows: int) -> Callable[..., Tensor]:
-    tiles = Tiles(ends, rows)
-    return lambda ends, _: tiles(ends)
+    from . import hopper_tiles
+    from .prepared import Launch
+
+    (experts,) = ends.shape
+    groups = 1 << experts.bit_length()  # a power of two, more than E
+    new = fresh((hopper_tiles.limit(rows, experts), hopper_tiles.FIELDS), ends)
+    programs = experts + 1 if rows else 0
+    fill = Launch(hopper_tiles.fill, (programs,), ends.device, (rows, experts, groups, hopper_tiles.ROWS, 128))
+
+    def run(ends: Tensor, _: int) -> Tensor:
+        tiles = new()
+        fill(ends, tiles)
+        return tiles
+
+    return run
 
 
 def up(
@@ -139,7 +152,8 @@ def up(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``reference.up``: a (S, I); h (S, 2 I) or (S, I) and u (S, I), or empty tensors."""
     gather, w_up = None if gather is None else gather.contiguous(), None if w_up is None else _aligned(w_up)
-    return _up(_dense(x), gather, _aligned(w_gate), w_up, _lines(b_gate), ends, act, layout, limit, alpha, save)
+    tiles = tile_list(ends, (x if gather is None else gather).shape[0]) if tiles is None else tiles
+    return _up(_dense(x), gather, _aligned(w_gate), w_up, _lines(b_gate), tiles, act, layout, limit, alpha, save)
 
 
 @planned
@@ -150,7 +164,7 @@ def _up(
     w_gate: Operand,
     w_up: Operand | None,
     b_gate: Operand | None,
-    ends: Operand,
+    tiles: Operand,
     act: str,
     layout: str,
     limit: float | None,
@@ -161,7 +175,7 @@ def _up(
     inner = width // 2 if layout in ("concat", "interleaved") else width
     saved = _parts(layout, _dense_as((rows, width), x), _dense_as((rows, inner), x)) if save else []
     product = _mm(
-        x, gather is not None, _parts(layout, w_gate, w_up), [View(_dense_as((rows, inner), x)), *saved], ends,
+        x, gather is not None, _parts(layout, w_gate, w_up), [View(_dense_as((rows, inner), x)), *saved], tiles,
         (_mode(layout), act, limit, alpha, save), b_gate, False,
     )  # fmt: skip
 
@@ -170,11 +184,11 @@ def _up(
     new_u = new if save and w_up is not None else new_nothing
 
     def run(
-        x: Tensor, gather: Tensor | None, w: Tensor, w_up: Tensor | None, bias: Tensor | None, ends: Tensor, *_: object
+        x: Tensor, gather: Tensor | None, w: Tensor, w_up: Tensor | None, bias: Tensor | None, tiles: Tensor, *_: object
     ) -> tuple[Tensor, Tensor, Tensor]:
         a, h, u = new(), new_h(), new_u()
         first = h if save else a
-        product(ends, x, gather, w, w if w_up is None else w_up, a, first, first if w_up is None or not save else u, bias, None)
+        product(tiles, x, gather, w, w if w_up is None else w_up, a, first, first if w_up is None or not save else u, bias, None)
         return a, h, u
 
     return run
@@ -195,22 +209,23 @@ def matmul(
 
     The rows of no expert are zero also where that is not asked for.
     """
-    return _matmul(_dense(a), _aligned(w), ends, transposed, _lines(bias), _floats(scale))
+    tiles = tile_list(ends, a.shape[0]) if tiles is None else tiles
+    return _matmul(_dense(a), _aligned(w), tiles, transposed, _lines(bias), _floats(scale))
 
 
 @planned
 def _matmul(
-    precision: str, a: Operand, w: Operand, ends: Operand, transposed: bool, bias: Operand | None, scale: Operand | None
+    precision: str, a: Operand, w: Operand, tiles: Operand, transposed: bool, bias: Operand | None, scale: Operand | None
 ) -> Callable[..., Tensor]:
     w = w if transposed else _swapped(w)
     out = _dense_as((a.shape[0], w.shape[1]), a)
-    product = _mm(a, False, [View(w)], [View(out)], ends, (PRODUCT, "", None, None, False), bias, scale is not None)
+    product = _mm(a, False, [View(w)], [View(out)], tiles, (PRODUCT, "", None, None, False), bias, scale is not None)
 
     new = fresh(out.shape, a)
 
-    def run(a: Tensor, w: Tensor, ends: Tensor, _: bool, bias: Tensor | None, scale: Tensor | None) -> Tensor:
+    def run(a: Tensor, w: Tensor, tiles: Tensor, _: bool, bias: Tensor | None, scale: Tensor | None) -> Tensor:
         found = new()
-        product(ends, a, None, w, w, found, found, found, bias, scale)
+        product(tiles, a, None, w, w, found, found, found, bias, scale)
         return found
 
     return run
@@ -233,7 +248,8 @@ def dh(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``reference.dh``: gradients of h and u, dp (S, parts) fp32, p times the activation (S, I)."""
     rows, u = grad if gather is None else grad.index_select(0, gather), None if u is None else _dense(u)
-    return _dh(_dense(rows), _aligned(w_down), _floats(p), _dense(h), u, ends, act, layout, limit, alpha)
+    tiles = tile_list(ends, h.shape[0]) if tiles is None else tiles
+    return _dh(_dense(rows), _aligned(w_down), _floats(p), _dense(h), u, tiles, act, layout, limit, alpha)
 
 
 @planned
@@ -244,7 +260,7 @@ def _dh(
     p: Operand | None,
     h: Operand,
     u: Operand | None,
-    ends: Operand,
+    tiles: Operand,
     act: str,
     layout: str,
     limit: float | None,
@@ -258,10 +274,9 @@ def _dh(
     after = [*_parts(layout, _dense_as((rows, width), grad), _dense_as((rows, inner), grad)), scaled][:2]
     b, order = _weight(View(_swapped(w_down)), config.depth, config.columns)
     boxes = [_ragged(v, block if v is not scaled else quarter) for v in (*before, *after, scaled)]
-    tiles = Tiles(ends, rows)
     launch = _launch(
-        kernels.dh, tiles.limit * across if rows else 0, config, grad.device, [_rows(grad, config.depth), b, *boxes],
-        (ends.shape[0], grad.shape[1], across, config.stages, config.depth, config.columns, order, mode, act, limit, alpha,
+        kernels.dh, tiles.shape[0] * across if rows else 0, config, grad.device, [_rows(grad, config.depth), b, *boxes],
+        (w_down.shape[0], grad.shape[1], across, config.stages, config.depth, config.columns, order, mode, act, limit, alpha,
          p is not None),
     )  # fmt: skip
 
@@ -269,11 +284,11 @@ def _dh(
     new_du = fresh((0,), grad) if u is None else new
 
     def run(
-        grad: Tensor, w: Tensor, p: Tensor | None, h: Tensor, u: Tensor | None, ends: Tensor, *_: object
+        grad: Tensor, w: Tensor, p: Tensor | None, h: Tensor, u: Tensor | None, tiles: Tensor, *_: object
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         d, du, sums, a = new_dh(), new_du(), new_sums(), new()
         gates, ups = ((h, d), (u, du) if u is not None else (h, d) if mode == HALVES else (a, a))
-        launch(grad, w, gates[0], ups[0], gates[1], ups[1], a, tiles(ends), ends if p is None else p, sums)
+        launch(grad, w, gates[0], ups[0], gates[1], ups[1], a, tiles, tiles if p is None else p, sums)
         return d, du, sums, a
 
     return run
@@ -292,29 +307,30 @@ def wgrad(
     """``reference.wgrad``: (E, N, M); added to ``into``, of d's dtype or fp32, if that is given."""
     d = d if gather_d is None else d.index_select(0, gather_d)
     x = x if gather_x is None else x.index_select(0, gather_x)
-    return _wgrad(_dense(d), _dense(x), ends, into)
+    tiles = tile_list(ends, d.shape[0]) if tiles is None else tiles
+    return _wgrad(_dense(d), _dense(x), ends, tiles, into)
 
 
 @planned
-def _wgrad(precision: str, d: Operand, x: Operand, ends: Operand, into: Operand | None) -> Callable[..., Tensor]:
+def _wgrad(precision: str, d: Operand, x: Operand, ends: Operand, tiles: Operand, into: Operand | None) -> Callable[..., Tensor]:
     (rows, n), m, experts, config = d.shape, x.shape[1], ends.shape[0], WGRAD
     out = _dense_as((experts, n, m), d) if into is None else into
     down, across = -(-n // 128), -(-m // config.columns)
     width = config.columns // 2 if out.dtype.itemsize == 2 else config.columns // 4
     boxes = [_ragged(View(d), 64, config.depth), _ragged(View(x), config.columns, config.depth), _box(View(out), (1, 64, width))]
-    tiles = experts * down * across
+    parts = experts * down * across
     launch = _launch(
-        _kernels().wgrad, tiles if rows else 0, config, d.device, boxes,
-        (tiles, down, across, config.stages, config.depth, config.columns, into is not None),
+        _kernels().wgrad, parts if rows else 0, config, d.device, boxes,
+        (parts, down, across, config.stages, config.depth, config.columns, into is not None),
     )  # fmt: skip
 
     new = fresh((experts, n, m), d)
 
-    def run(d: Tensor, x: Tensor, ends: Tensor, into: Tensor | None) -> Tensor:
+    def run(d: Tensor, x: Tensor, ends: Tensor, tiles: Tensor, into: Tensor | None) -> Tensor:
         found = new() if into is None else into
         if rows == 0:
             return found.zero_() if into is None else found
-        launch(d, x, found, ends, torch.zeros(1, dtype=torch.int32, device=d.device))
+        launch(d, x, found, ends, tiles)
         return found
 
     return run
@@ -386,12 +402,12 @@ def _mm(
     gathers: bool,
     weights: Sequence[View],
     results: Sequence[View],
-    ends: Operand,
+    tiles: Operand,
     kind: tuple[Any, ...],
     bias: Operand | None,
     scaled: bool,
 ) -> Callable[..., None]:
-    """Launches of (ends, a, gather, weights of gate and up, result, saved gate and up, bias, scale).
+    """Launches of (list of tiles, a, gather, weights of gate and up, result, saved gate and up, bias, scale).
 
     Args:
         results: the result and what is saved, or the result alone.
@@ -405,19 +421,19 @@ def _mm(
     (b, order), (b2, _) = described[0], described[-1]
     boxes = [_ragged(r, config.columns // 4) for r in results]
     pitch = _strides(a)[0] if gathers else 0
-    columns = weights[0].part.shape[1]
-    across, tiles = -(-columns // width), Tiles(ends, rows)
+    experts, columns, _ = weights[0].part.shape
+    across = -(-columns // width)
     launch = _launch(
-        _kernels().mm, tiles.limit * across if rows else 0, config, a.device,
+        _kernels().mm, tiles.shape[0] * across if rows else 0, config, a.device,
         [_rows(a, config.depth), 0, 0, 0, b, b2, boxes[0], boxes[min(1, len(boxes) - 1)], boxes[-1]],
-        (1 if bias is None else bias.stride[0], ends.shape[0], a.shape[1], columns, across, config.stages, config.depth,
+        (1 if bias is None else bias.stride[0], experts, a.shape[1], columns, across, config.stages, config.depth,
          config.columns, order, *kind, bias is not None, scaled, gathers),
     )  # fmt: skip
 
-    def run(ends: Tensor, a: Tensor, gather: Tensor | None, w: Tensor, w2: Tensor, out: Tensor, *more: Tensor | None) -> None:
+    def run(tiles: Tensor, a: Tensor, gather: Tensor | None, w: Tensor, w2: Tensor, out: Tensor, *more: Tensor | None) -> None:
         gate, up, bias, scale = more
-        lines = (ends, pitch, ends) if gather is None else (a, pitch, gather)
-        launch(a, *lines, w, w2, out, gate, up, tiles(ends), ends if bias is None else bias, ends if scale is None else scale)
+        lines = (tiles, pitch, tiles) if gather is None else (a, pitch, gather)
+        launch(a, *lines, w, w2, out, gate, up, tiles, tiles if bias is None else bias, tiles if scale is None else scale)
 
     return run
 
@@ -433,26 +449,6 @@ def _launch(
     grid = (min(most, _processors(device)),)
     scalars = (*after, config.producer, config.consumer)
     return Launch(kernel, grid, device, scalars, dict(enumerate(slots)), num_warps=4, maxnreg=config.registers)
-
-
-class Tiles:
-    """Makes the list of the tiles of rows, with the counter that they are claimed by at zero: one launch takes it."""
-
-    def __init__(self, ends: Operand, rows: int) -> None:
-        from . import hopper_tiles as tiles
-        from .prepared import Launch
-
-        (experts,) = ends.shape
-        groups = 1 << experts.bit_length()  # a power of two, more than E
-        self.limit = tiles.limit(rows, experts)
-        self.new = fresh((self.limit, tiles.FIELDS), ends)
-        programs = experts + 1 if rows else 0
-        self.fill = Launch(tiles.fill, (programs,), ends.device, (rows, experts, groups, tiles.ROWS, 128))
-
-    def __call__(self, ends: Tensor) -> Tensor:
-        table = self.new()
-        self.fill(ends, table)
-        return table
 
 
 def _rows(t: Operand, depth: int) -> Box:

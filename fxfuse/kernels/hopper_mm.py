@@ -103,8 +103,8 @@ def mm(
     a: boxes (64, BK). With GATHER its row r is line gather[r] of x (T, K), of which each begins ``pitch`` elements after the one
     before, and a only says how a box lies in shared memory. b: (E, N, K) in boxes (1, BN, BK), or (E, K, N) in boxes (1, BK, BN)
     if TB; in MODE 2 the gate's weight, b2 the up projection's, and the boxes are half as wide in N. out, hg, hu: ragged views in
-    boxes (1, 1, 64, BN / 4). bias: (E, bias_row), in MODE 2 N gate columns and then N up columns. scale: (S,) fp32. N: columns
-    of b. across: tiles side by side.
+    boxes (1, 1, 64, BN / 4). table: a list of ``hopper_tiles``. bias: (E, bias_row), in MODE 2 N gate columns and then N up
+    columns. scale: (S,) fp32. N: columns of b. across: tiles side by side.
     MODE 0 stores the product, 1 its activation, 2 that of two sets of weight rows, 3 that of even and odd columns.
     Grid: one program an SM; 4 warps, to which the compiler adds those of the other partitions.
     """

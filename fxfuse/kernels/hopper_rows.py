@@ -55,7 +55,7 @@ def mm_gather(
     e, row, last, end, n = tile_at(table, gl.where(t < tiles, t, 0), across)
     j, jphase = tell(slot, told, heard, j, jphase, t, e, row, last, end, n, 4)
     while t < tiles:
-        t1 = claim(table + 1)
+        t1 = claim(table, tiles)
         e1, row1, last1, end1, n1 = tile_at(table, gl.where(t1 < tiles, t1, 0), across)
         j, jphase = tell(slot, told, heard, j, jphase, t1, e1, row1, last1, end1, n1, 4)
         i = row + gl.arange(0, 64, layout=gl.SliceLayout(1, L))
@@ -111,7 +111,7 @@ def mm_load(
     e, row, last, end, n = tile_at(table, gl.where(t < tiles, t, 0), across)
     j, jphase = tell(slot, told, heard, j, jphase, t, e, row, last, end, n)
     while t < tiles:
-        t1 = claim(table + 1)
+        t1 = claim(table, tiles)
         e1, row1, last1, end1, n1 = tile_at(table, gl.where(t1 < tiles, t1, 0), across)
         j, jphase = tell(slot, told, heard, j, jphase, t1, e1, row1, last1, end1, n1)
         depth = gl.where(e < E, K, 0)

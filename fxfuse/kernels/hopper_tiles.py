@@ -2,7 +2,8 @@
 
 Rows are in E + 1 groups: those of each expert, and those past the last expert's, which the kernels fill with zeros. A group of
 n rows has ceil(n / 128) tiles. One record of eight int32 a tile: group, first tile of the group, tiles of the group, first row
-and end row of the group, three unused. Record 0 holds the number of tiles and the counter that the tiles are claimed by.
+and end row of the group, three unused. Record 0 holds the number of tiles and the counter that the tiles are claimed by:
+zero at first, and each launch leaves it at zero.
 """
 
 from __future__ import annotations

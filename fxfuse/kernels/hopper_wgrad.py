@@ -33,7 +33,7 @@ def part(ends, t, tiles, down, across):
 
 @gluon.jit
 def wgrad_load(
-    d, x, ends, counter, tiles, down, across, abuf, bbuf, full, empty, slot, told, heard,
+    d, x, ends, table, tiles, down, across, abuf, bbuf, full, empty, slot, told, heard,
     S: gl.constexpr, BK: gl.constexpr, BN: gl.constexpr,
 ):  # fmt: skip
     FAR: gl.constexpr = 1 << 30
@@ -45,7 +45,7 @@ def wgrad_load(
     e, start, end, n, m = part(ends, t, tiles, down, across)
     j, jphase = tell(slot, told, heard, j, jphase, t, e, start, end, n, m)
     while t < tiles:
-        t1 = claim(counter)
+        t1 = claim(table, tiles)
         e1, start1, end1, n1, m1 = part(ends, t1, tiles, down, across)
         j, jphase = tell(slot, told, heard, j, jphase, t1, e1, start1, end1, n1, m1)
         for k in range(start, end, BK):
@@ -122,14 +122,15 @@ def wgrad_use(
 
 @gluon.jit
 def wgrad(
-    d, x, out, ends, counter, tiles, down, across,
+    d, x, out, ends, table, tiles, down, across,
     S: gl.constexpr, BK: gl.constexpr, BN: gl.constexpr, ADD: gl.constexpr,
     PRODUCER: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """out_e = d_e^T x_e over each expert's rows, added to what is there if ADD; zero for an expert without rows.
 
     d (S, N), x (S, M): ragged views in boxes (1, 1, BK, 64) and (1, 1, BK, BN). out: (E, N, M) in boxes (1, 64, BN / 2), or half
-    as wide if it is fp32. counter: one int32, zero. tiles = E down across, down = ceil(N / 128), across = ceil(M / BN).
+    as wide if it is fp32. table: as in ``mm``, for its counter alone. tiles = E down across, down = ceil(N / 128),
+    across = ceil(M / BN).
     """
     abuf = gl.allocate_shared_memory(d.dtype, [2 * S, 1, 1, BK, 64], d.layout)
     bbuf = gl.allocate_shared_memory(x.dtype, [S, 1, 1, BK, BN], x.layout)
@@ -146,5 +147,5 @@ def wgrad(
                      S, BK, BN, ADD)),
         (wgrad_use, (1, out, tiles, abuf, bbuf, stage, arrived, full, empty, slot, told, heard,
                      S, BK, BN, ADD)),
-        (wgrad_load, (d, x, ends, counter, tiles, down, across, abuf, bbuf, full, empty, slot, told, heard, S, BK, BN)),
+        (wgrad_load, (d, x, ends, table, tiles, down, across, abuf, bbuf, full, empty, slot, told, heard, S, BK, BN)),
     ], [4, 1], [CONSUMER, PRODUCER])  # fmt: skip

@@ -338,15 +338,17 @@ def load(pointer: Pointer, mask: Any = True, other: Any = None) -> Any:
     return Int(pointer.flat[pointer.offset].item())
 
 
-def store(pointer: Pointer, value: torch.Tensor, mask: torch.Tensor) -> None:
-    where = pointer.offset[mask]
+def store(pointer: Pointer, value: Any, mask: Any) -> None:
+    offset, value, mask = (torch.as_tensor(v) for v in (pointer.offset, value, mask))
+    where = offset[mask]
     assert bool(((where >= 0) & (where < pointer.flat.numel())).all()), "a store outside of its tensor"
-    pointer.flat[where] = value[mask]
+    pointer.flat[where] = value[mask].to(pointer.flat.dtype)
 
 
 def atomic_add(pointer: Pointer, value: int, sem: str) -> Int:
     old = Int(pointer.flat[pointer.offset].item())
     pointer.flat[pointer.offset] += value
+    machine().local.task.wait(lambda: True)  # others may go on before what it found arrives
     return old
 
 

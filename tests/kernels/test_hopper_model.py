@@ -233,6 +233,39 @@ def test_wgrad_is_added_to_a_buffer(machine: gluon_model.Machine, dtype: torch.d
     assert_close(into, true, 2**-7 if dtype is BF16 else 2**-20)
 
 
+# ------------------------------------------------------------------------------------------------ one list of tiles
+
+
+@pytest.mark.parametrize(("rows", "count"), [("none", 1), ("tail", 3), ("skewed", 6)])
+def test_products_take_turns_with_one_list(machine: gluon_model.Machine, rows: str, count: int) -> None:
+    """Of fewer tiles than the three processors, of as many, of more: each launch leaves the counter at zero."""
+    case = Case(rows)
+    x, gather = torch.randn(30, 72).to(BF16), torch.randint(30, (case.rows,))
+    grad, h, w, w_down = case.matrix(72), case.matrix(80), case.weight(80, 72), case.weight(72, 40)
+    kind = ("silu", "concat", None, None)
+    products: list[Callable[..., Any]] = [
+        lambda **tiles: launch.up(x[gather], None, w, None, None, case.ends, *kind, True, **tiles)[:2],
+        lambda **tiles: launch.up(x, gather, w, None, None, case.ends, *kind, True, **tiles)[:2],
+        lambda **tiles: launch.matmul(grad, w, case.ends, transposed=True, **tiles),
+        lambda **tiles: launch.dh(grad, None, w_down, None, h, None, case.ends, *kind, **tiles),
+        lambda **tiles: launch.wgrad(grad, h, None, None, case.ends, **tiles),
+    ]
+    tiles = launch.tile_list(case.ends, case.rows)
+    for product in products * 2:
+        shared, own = product(tiles=tiles), product()
+        assert tiles[0, :2].tolist() == [count, 0]
+        for mine, other in zip(*((r,) if isinstance(r, Tensor) else r for r in (shared, own)), strict=True):
+            assert torch.isfinite(mine).all() and torch.equal(mine, other)
+
+
+def test_nothing_is_claimed_of_a_list_without_tiles(machine: gluon_model.Machine) -> None:
+    case = Case("balanced")
+    tiles = launch.tile_list(case.ends, case.rows)
+    tiles[0, 0] = 0
+    y = launch.matmul(case.matrix(72), case.weight(40, 72), case.ends, transposed=True, tiles=tiles)
+    assert y.isnan().all() and tiles[0, :2].tolist() == [0, 0]
+
+
 # ------------------------------------------------------------------------------------------------ what every path promises
 
 CONTRACTS = [
@@ -283,7 +316,24 @@ MUTANTS = {
     "no fence after copies by threads": ("hopper_rows.py", "            fence_async_shared()\n", "            pass\n"),
     "copies by threads that nobody waits for": ("hopper_mm.py", "129 if GATHER else 1", "1"),
     "rows of the next tile": ("hopper_wgrad.py", "        start = start1\n", ""),
+    "the counter is left where it is": ("hopper.py", "claimed == tiles - 1", "claimed == tiles"),
+    "the counter begins anew too early": ("hopper.py", "claimed == tiles - 1", "claimed == tiles - 2"),
 }
+
+
+def shows(folder: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether something is wrong with the kernels in a folder: numbers, a deadlock, a lost fence."""
+    for seed in range(6):
+        with launching(gluon_model.kernels(folder), seed, monkeypatch) as machine:
+            try:
+                test_up(machine, "skewed", 136, False, "concat", True)
+                test_dh(machine, "tail", 72, True, "concat", True)
+                test_wgrad(machine, "skewed", 136, 520)
+                test_up_of_gathered_rows_with_bias_and_clamps(machine, "concat", True)
+                test_products_take_turns_with_one_list(machine, "skewed", 6)
+            except Exception:
+                return True
+    return False
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
@@ -294,15 +344,9 @@ def test_an_error_in_the_kernels_shows(mutant: str, tmp_path: Path, monkeypatch:
         text = file.read_text()
         assert file.name != name or old in text
         (tmp_path / file.name).write_text(text.replace(old, new) if file.name == name else text)
-    found = []
-    for seed in range(6):
-        with launching(gluon_model.kernels(tmp_path), seed, monkeypatch) as machine:
-            try:
-                test_up(machine, "skewed", 136, False, "concat", True)
-                test_dh(machine, "tail", 72, True, "concat", True)
-                test_wgrad(machine, "skewed", 136, 520)
-                test_up_of_gathered_rows_with_bias_and_clamps(machine, "concat", True, monkeypatch)
-            except Exception as error:  # whatever it is: numbers, a deadlock, a lost fence
-                found.append(error)
-                break
-    assert found
+    assert shows(tmp_path, monkeypatch)
+
+
+def test_without_an_error_none_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    assert not shows(SOURCES, monkeypatch)
