@@ -63,7 +63,7 @@ def products(experts: int, hidden: int, inner: int, chosen: int, tokens: int, ro
     rows = tokens * chosen
     odds = torch.randn(tokens, experts, device="cuda")
     odds = odds + 1.5 * torch.randn(experts, device="cuda") if routing == "skewed" else odds
-    order, _, ends = reference.route(odds.topk(chosen).indices, experts)
+    order, *_, ends = reference.route(odds.topk(chosen).indices, experts)
     gather = order // chosen
     lines = torch.randn(tokens, hidden, device="cuda").bfloat16()
     x = lines[gather]

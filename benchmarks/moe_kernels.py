@@ -14,7 +14,8 @@ share     of the higher bound: time at the machine's matrix rate or at its memor
 error     relative in norm, the worst result, to fp64; a kernel off by more than rounding gets no time
 
 ``torch._grouped_mm`` stands where it computes the same product; its row ``up`` has no gather and no activation, its row ``dh``
-no gather, no activation's derivative and no router gradient, its rows ``wgrad`` no gather.
+no activation's derivative and no router gradient. It reads rows that were gathered before, as does a path whose products do not
+gather, but for ``up``; bytes are counted without that.
 """
 
 from __future__ import annotations
@@ -77,16 +78,20 @@ class Operands:
         self.p = torch.rand(tokens, k, device=device)
         self.x, self.grad = normal(tokens, h), normal(tokens, h)
         self.w_gate, self.w_down = normal(e, 2 * i, h, scale=h**-0.5), normal(e, h, i, scale=i**-0.5)
-        self.order, self.inverse, self.ends = reference.route(self.ids, e)
-        self.gather = self.order // k
+        self.order, self.gather, self.inverse, self.ends = reference.route(self.ids, e)
+        self.rows, self.dy = self.x[self.gather], self.grad[self.gather]
         self.weight = self.p.flatten()[self.order]
         rows = tokens * k
         self.dp = torch.rand(rows, 3, device=device)
         self.a, self.h, self.y, self.dh = normal(rows, i), normal(rows, 2 * i), normal(rows, h), normal(rows, 2 * i)
 
 
-def functions(m: Any, o: Operands) -> dict[str, Call]:
-    """Every kernel of a path (or the twins) on these operands; fp64 operands give the exact results."""
+def functions(m: Any, o: Operands, gathers: bool = True) -> dict[str, Call]:
+    """Every kernel of a path (or the twins) on these operands; fp64 operands give the exact results.
+
+    Without ``gathers`` the backward's products are given gathered rows.
+    """
+    rows, grads, gather = (o.x, o.grad, o.gather) if gathers else (o.rows, o.dy, None)
     return {
         "route": lambda: m.route(o.ids, o.sizes[0]),
         "up": lambda: m.up(o.x, o.gather, o.w_gate, None, None, o.ends, *KIND, True)[:2],
@@ -94,29 +99,29 @@ def functions(m: Any, o: Operands) -> dict[str, Call]:
         "down": lambda: (m.matmul(o.a, o.w_down, o.ends, transposed=True, bias=None, zero_tail=False),),
         "combine": lambda: (m.combine(o.y, o.p, None, o.ids, o.inverse, o.ends, o.y),),
         "sorted pairs": lambda: m.sorted_pairs(o.order, o.p, o.ids.shape[1]),
-        "dh": lambda: m.dh(o.grad, o.gather, o.w_down, o.weight, o.h, None, o.ends, *KIND)[::3],
+        "spread": lambda: m.spread(o.grad, o.x, o.p, o.inverse, o.ids.shape[1]),
+        "dh": lambda: m.dh(grads, gather, o.w_down, o.weight, o.h, None, o.ends, *KIND)[::3],
         "router gradient": lambda: (m.router_gradient(o.dp, o.ids, o.inverse, o.p.dtype),),
-        "wgrad down": lambda: (m.wgrad(o.grad, o.a, o.gather, None, o.ends),),
+        "wgrad down": lambda: (m.wgrad(grads, o.a, gather, None, o.ends),),
         "dx": lambda: (m.matmul(o.dh, o.w_gate, o.ends, transposed=False, bias=None, zero_tail=False),),
-        "wgrad up": lambda: (m.wgrad(o.dh, o.x, None, o.gather, o.ends),),
+        "wgrad up": lambda: (m.wgrad(o.dh, rows, None, gather, o.ends),),
         "sum of dx": lambda: (m.combine(o.y, None, None, o.ids, o.inverse, o.ends, o.y),),
     }
 
 
 def vendor(o: Operands) -> dict[str, Call]:
     """``torch._grouped_mm`` on rows that were gathered before."""
-    rows, grads = o.x[o.gather], o.grad[o.gather]
 
     def product(a: Tensor, b: Tensor) -> Call:
         return lambda: (F.grouped_mm(a, b, offs=o.ends),)
 
     return {
-        "up": product(rows, o.w_gate.mT),
+        "up": product(o.rows, o.w_gate.mT),
         "down": product(o.a, o.w_down.mT),
-        "dh": product(grads, o.w_down),
-        "wgrad down": product(grads.t(), o.a),
+        "dh": product(o.dy, o.w_down),
+        "wgrad down": product(o.dy.t(), o.a),
         "dx": product(o.dh, o.w_gate),
-        "wgrad up": product(o.dh.t(), rows),
+        "wgrad up": product(o.dh.t(), o.rows),
     }
 
 
@@ -127,12 +132,13 @@ def costs(o: Operands) -> dict[str, tuple[float, float]]:
     up, down = busy * 2 * i * h * 2, busy * h * i * 2
     index = 8 * s
     return {
-        "route": (0, 8 * s + 16 * s),
+        "route": (0, 8 * s + 24 * s),
         "up": (4 * s * i * h, 2 * t * h + index + up + 2 * s * 3 * i),
         "up, inference": (4 * s * i * h, 2 * t * h + index + up + 2 * s * i),
         "down": (2 * s * i * h, 2 * s * i + down + 2 * s * h),
         "combine": (0, 2 * s * h + 12 * s + 2 * t * h),
         "sorted pairs": (0, 24 * s),
+        "spread": (0, 4 * t * h + 4 * s * h + 16 * s),
         "router gradient": (0, 24 * s),
         "dh": (2 * s * i * h, 2 * t * h + index + down + 2 * s * (2 * i + 2 * i + i) + 8 * s),
         "wgrad down": (2 * s * i * h, 2 * t * h + index + 2 * s * i + 2 * e * h * i),
@@ -152,7 +158,7 @@ def in_fp64(o: Operands) -> Operands:
 def works(o: Operands, paths: Sequence[str]) -> Iterator[Work]:
     """Every kernel with its contenders; the exact result is computed when it is asked for."""
     exact, cost = functions(reference, in_fp64(o)), costs(o)
-    ours = {p: functions(reference if p == TWIN else kernels.path(p), o) for p in paths}
+    ours = {p: functions(kernels.path(p), o, kernels.PATHS[p].gathers) if p != TWIN else functions(reference, o) for p in paths}
     theirs = vendor(o) if o.x.is_cuda else {}
     for name, (flops, moved) in cost.items():
         calls = {p: f[name] for p, f in ours.items()}

@@ -78,7 +78,7 @@ class Case:
     def __init__(self, routing: str, dtype: torch.dtype = BF16, experts: int = EXPERTS, tokens: int = TOKENS) -> None:
         torch.manual_seed(0)
         ids = reference_moe.ROUTINGS[routing](tokens, CHOSEN, experts).cuda()
-        order, _, self.ends = reference.route(ids, experts)
+        order, *_, self.ends = reference.route(ids, experts)
         self.gather, self.rows, self.used = order // CHOSEN, ids.numel(), int(self.ends[-1])
         self.tokens, self.experts, self.dtype = tokens, experts, dtype
 

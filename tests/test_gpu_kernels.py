@@ -197,6 +197,15 @@ def test_combine(path: str, dtype: torch.dtype, weights: torch.dtype | None, tok
         checked(contract.check_combine, path, on_gpu(dtype=dtype, **fields), tokens, chosen, experts, weights)
 
 
+@paths
+@dtypes
+@pytest.mark.parametrize("weights", [None, F32, BF16], ids=["unweighted", "fp32 weights", "bf16 weights"])
+@pytest.mark.parametrize(("tokens", "chosen"), [(0, 2), (2, 0), (1, 1), (71, 8), (1025, 4)])
+def test_spread(path: str, dtype: torch.dtype, weights: torch.dtype | None, tokens: int, chosen: int) -> None:
+    for hidden, inner in ((2880, 2880), (2048, 40), (1, 9)):
+        checked(contract.check_spread, path, on_gpu(dtype=dtype, hidden=hidden, inner=inner), tokens, chosen, weights)
+
+
 # ------------------------------------------------------------------------------------------------ sizes of real models
 
 BLOCKS = {
@@ -257,6 +266,14 @@ def test_more_than_two_to_the_31_elements_in_a_weight(path: str) -> None:
     assert dw.numel() > 2**31 and torch.equal(dw[-1:], f.wgrad(h, x, None, None, one)) and not dw[:-1].any()
 
 
+@paths
+def test_more_than_two_to_the_31_elements_are_spread(path: str) -> None:
+    tokens, chosen = 2**17, 8
+    grad, inverse = torch.randn(tokens, 2064, device="cuda").to(BF16), torch.randperm(tokens * chosen, device="cuda")
+    got, *_ = functions(path).spread(grad, None, None, inverse, chosen)
+    assert got.numel() > 2**31 and all(torch.equal(got[at], grad) for at in inverse.view(tokens, chosen).t())
+
+
 # ------------------------------------------------------------------------------------------------ every function, for properties
 
 
@@ -267,7 +284,7 @@ def calls(path: str) -> dict[str, Callable[[], tuple[Tensor, ...]]]:
     w, w_down, ends = case.weight(256, 256), case.weight(256, 128), case.offsets()
     h, p = case.sorted_rows(256), torch.rand(1200, device="cuda")
     ids = contract.random_ids(300, 4, 8, "cuda")
-    order, inverse, counted = f.route(ids, 8)
+    order, _, inverse, counted = f.route(ids, 8)
     dp = torch.randn(3, 1200, device="cuda").t()
     kind = ("silu", "concat", None, None)
     return {
@@ -279,11 +296,12 @@ def calls(path: str) -> dict[str, Callable[[], tuple[Tensor, ...]]]:
         "route": lambda: f.route(ids, 8),
         "combine": lambda: (f.combine(h, p.view(300, 4), None, ids, inverse, counted, x),),
         "sorted_pairs": lambda: f.sorted_pairs(order, p.view(300, 4), 4),
+        "spread": lambda: f.spread(x[:300], x[300:600], p.view(300, 4), inverse, 4),
         "router_gradient": lambda: (f.router_gradient(dp, ids, inverse, BF16),),
     }
 
 
-FUNCTIONS = ("up", "matmul", "dh", "wgrad", "bias_gradient", "route", "combine", "sorted_pairs", "router_gradient")
+FUNCTIONS = ("up", "matmul", "dh", "wgrad", "bias_gradient", "route", "combine", "sorted_pairs", "spread", "router_gradient")
 every_function = pytest.mark.parametrize("name", FUNCTIONS)
 
 

@@ -45,8 +45,8 @@ def calls(path: str, shift: int = 0) -> dict[str, Callable[[], Any]]:
         return torch.randn(count + 64, device="cuda").to(dtype)[shift : shift + count].view(shape)
 
     ids = torch.randint(EXPERTS, (TOKENS, CHOSEN), device="cuda")
-    order, inverse, ends = reference.route(ids, EXPERTS)
-    rows, gather = order.shape[0], order // CHOSEN
+    order, gather, inverse, ends = reference.route(ids, EXPERTS)
+    rows = order.shape[0]
     x, w, down, h = (
         normal(TOKENS, HIDDEN),
         normal(EXPERTS, 2 * INNER, HIDDEN),
@@ -64,6 +64,7 @@ def calls(path: str, shift: int = 0) -> dict[str, Callable[[], Any]]:
         "wgrad": lambda: module.wgrad(h, y, None, None, ends),
         "bias_gradient": lambda: module.bias_gradient(h, ends, weight, None),
         "sorted_pairs": lambda: module.sorted_pairs(order, p, CHOSEN),
+        "spread": lambda: module.spread(x, x, p, inverse, CHOSEN),
         "router_gradient with a bias": lambda: module.router_gradient(
             weight.view(-1, 1).expand(-1, 3), ids, inverse, torch.bfloat16, down[:, :, 0].contiguous(), x, ends
         ),
@@ -81,7 +82,8 @@ def passes(path: str) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
 
     x, w, down = normal(TOKENS, HIDDEN), normal(EXPERTS, 2 * INNER, HIDDEN), normal(EXPERTS, HIDDEN, INNER)
     ids, p = torch.randint(EXPERTS, (TOKENS, CHOSEN), device="cuda"), normal(TOKENS, CHOSEN)
-    saved = (normal(TOKENS * CHOSEN, 2 * INNER), None, *reference.route(ids, EXPERTS))
+    order, _, inverse, ends = reference.route(ids, EXPERTS)
+    saved = (normal(TOKENS * CHOSEN, 2 * INNER), None, order, inverse, ends)
     weights, mask = (w, None, down, None, None), [True, True, True, False, True, False, False]
     forward, backward = (
         (x, ids, p, None, *weights, *KIND, False),

@@ -1,9 +1,9 @@
 """Kernels of the grouped MLP: one contract, several paths.
 
 Every path is a module with the functions of ``reference``, which are their definition in plain torch: ``tile_list``,
-``up``, ``matmul``, ``dh``, ``wgrad``, ``route``, ``combine``, ``bias_gradient``, ``sorted_pairs`` and ``router_gradient``. They
-never synchronise with the host, use no atomics on floats, accumulate in fp32, and give zero for rows of no expert and for the
-weights of idle experts.
+``up``, ``matmul``, ``dh``, ``wgrad``, ``route``, ``combine``, ``bias_gradient``, ``sorted_pairs``, ``spread`` and
+``router_gradient``. They never synchronise with the host, use no atomics on floats, accumulate in fp32, and give zero for rows of
+no expert and for the weights of idle experts.
 
 Symbols: T tokens, K experts a token, S = T K routed rows sorted by expert, E experts, H hidden width, I intermediate width;
 ``ends`` (E,) int32 holds the row after each expert's last one.

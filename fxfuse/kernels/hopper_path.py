@@ -3,7 +3,7 @@
 from .bias import bias_gradient
 from .combine import combine
 from .hopper_launch import dh, matmul, tile_list, up, wgrad
-from .pairs import router_gradient, sorted_pairs
+from .pairs import router_gradient, sorted_pairs, spread
 from .routing import route
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "route",
     "router_gradient",
     "sorted_pairs",
+    "spread",
     "tile_list",
     "up",
     "wgrad",

@@ -10,12 +10,14 @@ import triton.language as tl
 from torch import Tensor
 
 from .fresh import fresh
-from .launch import rows_contiguous
+from .launch import MANY, rows_contiguous
 from .plans import Operand, planned
 from .prepared import Launch
 
 PAIRS, WARPS, COLUMNS = 256, 4, 1024
 """Of a program."""
+LINES = ((1024, 512, 2), (MANY, 2048, 4))
+"""Up to so many tokens, columns and warps of a program that spreads a line: few tokens need many programs."""
 
 
 @triton.jit(do_not_specialize=["S"])
@@ -50,6 +52,61 @@ def _sorted_pairs(precision: str, order: Operand, p: Operand | None, chosen: int
         tokens, weights = new_tokens(), None if p is None else new_weights()
         launch(order, p, tokens, weights)
         return tokens, weights
+
+    return run
+
+
+@triton.jit
+def spread_kernel(
+    grad, x, p, inverse, grads, rows, weights, N, M, K,
+    stride_grad, stride_x, stride_p_t, stride_p_k, stride_inverse, TN: tl.constexpr, ROWS: tl.constexpr, WEIGHTS: tl.constexpr,
+):  # fmt: skip
+    """One token's lines, read once and written K times."""
+    token = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * TN + tl.arange(0, TN)
+    line = tl.load(grad + token * stride_grad + n, mask=n < N, other=0.0)
+    if ROWS:
+        other = tl.load(x + token * stride_x + n, mask=n < M, other=0.0)
+    for k in tl.range(0, K):
+        row = tl.load(inverse + (token * K + k) * stride_inverse)
+        tl.store(grads + row * N + n, line, mask=n < N)
+        if ROWS:
+            tl.store(rows + row * M + n, other, mask=n < M)
+        if WEIGHTS:
+            weight = tl.load(p + token * stride_p_t + k * stride_p_k)
+            tl.store(weights + row, weight.to(tl.float32), mask=tl.program_id(1) == 0)
+
+
+def spread(
+    grad: Tensor, x: Tensor | None, p: Tensor | None, inverse: Tensor, chosen: int
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """As ``reference.spread``."""
+    return _spread(rows_contiguous(grad), None if x is None else rows_contiguous(x), p, inverse, chosen)
+
+
+@planned
+def _spread(
+    precision: str, grad: Operand, x: Operand | None, p: Operand | None, inverse: Operand, chosen: int
+) -> Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]:
+    (tokens, width), (rows,) = grad.shape, inverse.shape
+    other, pitch = (width, 0) if x is None else (x.shape[1], x.stride[0])
+    widest = max(width, other, 1)
+    columns, warps = next((c, w) for limit, c, w in LINES if tokens <= limit)
+    columns = min(columns, triton.next_power_of_2(widest))
+    launch = Launch(
+        spread_kernel, (tokens, triton.cdiv(widest, columns)), grad.device,
+        (width, other, chosen, grad.stride[0], pitch, *((0, 0) if p is None else p.stride), *inverse.stride),
+        TN=columns, ROWS=x is not None, WEIGHTS=p is not None, num_warps=warps,
+    )  # fmt: skip
+    new_grads, new_weights = fresh((rows, width), grad), fresh((rows,), grad, torch.float32)
+    new_rows = None if x is None else fresh((rows, other), x)
+
+    def run(
+        grad: Tensor, x: Tensor | None, p: Tensor | None, inverse: Tensor, _: int
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        found = new_grads(), None if new_rows is None else new_rows(), None if p is None else new_weights()
+        launch(grad, x, p, inverse, *found)
+        return found
 
     return run
 

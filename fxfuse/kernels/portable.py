@@ -5,7 +5,7 @@ from .combine import combine
 from .dh import dh
 from .launch import tile_list
 from .matmul import matmul
-from .pairs import router_gradient, sorted_pairs
+from .pairs import router_gradient, sorted_pairs, spread
 from .routing import route
 from .up import up
 from .wgrad import wgrad
@@ -18,6 +18,7 @@ __all__ = [
     "route",
     "router_gradient",
     "sorted_pairs",
+    "spread",
     "tile_list",
     "up",
     "wgrad",

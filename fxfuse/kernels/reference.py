@@ -187,23 +187,44 @@ def bias_gradient(d: Tensor, ends: Tensor, weights: Tensor | None = None, gather
     return torch.stack([rows[at].sum(0).to(d.dtype) for _, at in groups(ends)])
 
 
-def route(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def route(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Sort the pairs of ids (T, K) by expert, stably; ids outside [0, E) come last.
 
     Returns:
-        order (S,) int64, each sorted row's place among the pairs; inverse (S,) int64; ends (E,) int32.
+        order (S,) int64, each sorted row's place among the pairs; tokens (S,) int64, its token; inverse (S,) int64, each pair's
+        sorted row; ends (E,) int32.
     """
     flat = ids.reshape(-1)
     keys, order = torch.sort(torch.where((flat < 0) | (flat >= experts), experts, flat), stable=True)
     ends = torch.searchsorted(keys, torch.arange(experts, device=ids.device, dtype=keys.dtype), right=True, out_int32=True)
     inverse = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
-    return order, inverse, ends
+    return order, sorted_pairs(order, None, ids.shape[1])[0], inverse, ends
 
 
 def sorted_pairs(order: Tensor, p: Tensor | None, chosen: int) -> tuple[Tensor, Tensor | None]:
     """For each sorted row (S,) its token, int64, and its router weight out of p (T, K), in fp32."""
     # Quotient and places in another spelling than in ``grouped_mlp``: see there.
     return torch.div(order, chosen, rounding_mode="trunc"), None if p is None else wide(p.reshape(-1)[order])
+
+
+def spread(
+    grad: Tensor, x: Tensor | None, p: Tensor | None, inverse: Tensor, chosen: int
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Each token's line of grad (T, N), of x (T, M) and of p (T, K) to its K sorted rows.
+
+    Args:
+        inverse: (S,) int64, each pair's sorted row: a permutation.
+        chosen: K.
+
+    Returns:
+        (S, N); (S, M) or None; the router weights (S,), in fp32, or None. Pair t K + k is in row ``inverse[t K + k]``.
+    """
+
+    def placed(pairs: Tensor) -> Tensor:
+        return torch.empty_like(pairs).index_copy_(0, inverse, pairs)
+
+    rows = None if x is None else placed(x.repeat_interleave(chosen, 0))
+    return placed(grad.repeat_interleave(chosen, 0)), rows, None if p is None else placed(wide(p.reshape(-1)))
 
 
 def router_gradient(

@@ -56,7 +56,7 @@ def count_kernel(ids, counts, S, E, span, PAIRS: tl.constexpr, EXPERTS: tl.const
 
 @triton.jit(do_not_specialize=["S", "blocks", "span"])
 def place_kernel(
-    ids, counts, order, inverse, ends, S, E, blocks, span,
+    ids, counts, order, tokens, inverse, ends, S, E, K, blocks, span,
     PAIRS: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, COUNTED: tl.constexpr,
 ):  # fmt: skip
     """Without COUNTED there is one block, which counts first."""
@@ -87,6 +87,7 @@ def place_kernel(
         base = tl.gather(place, tl.minimum(mine, EXPERTS - 1), 0)
         found = tl.where(mine == NOBODY, outside, base) + tl.sum(like_me.to(tl.int32), 0)
         tl.store(order + found, at.to(tl.int64), mask=at < S)
+        tl.store(tokens + found, (at // K).to(tl.int64), mask=at < S)
         tl.store(inverse + at, found.to(tl.int64), mask=at < S)
         here = tl.histogram(mine, EXPERTS, mine != NOBODY)
         place += here
@@ -99,32 +100,33 @@ def constants(experts: int) -> dict[str, int]:
     return {"PAIRS": PAIRS, "EXPERTS": groups, "ROWS": max(1, min(BLOCKS, CELLS // groups))}
 
 
-def route(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def route(ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As ``reference.route``."""
     return _route(ids.contiguous(), experts)
 
 
 @planned
-def _route(precision: str, ids: Operand, experts: int) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    pairs, compiled = ids.shape[0] * ids.shape[1], constants(experts)
+def _route(precision: str, ids: Operand, experts: int) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
+    (tokens, chosen), compiled = ids.shape, constants(experts)
+    pairs = tokens * chosen
     rows, counted = compiled.pop("ROWS"), pairs > ALONE * PAIRS
     span = PAIRS * (triton.cdiv(pairs, PAIRS * BLOCKS) if counted else ALONE)
     blocks = max(1, triton.cdiv(pairs, span))
     count = Launch(count_kernel, (blocks,), ids.device, (pairs, experts, span), **compiled, num_warps=WARPS)
     place = Launch(
-        place_kernel, (blocks,), ids.device, (pairs, experts, blocks, span),
+        place_kernel, (blocks,), ids.device, (pairs, experts, chosen, blocks, span),
         **compiled, ROWS=rows, COUNTED=counted, num_warps=WARPS,
     )  # fmt: skip
 
     new_rows, new_ends = fresh((pairs,), ids, torch.int64), fresh((experts,), ids, torch.int32)
     new_counts = fresh((blocks, compiled["EXPERTS"]), ids, torch.int32)
 
-    def run(ids: Tensor, _: int) -> tuple[Tensor, Tensor, Tensor]:
-        order, inverse, ends, counts = new_rows(), new_rows(), new_ends(), None
+    def run(ids: Tensor, _: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        order, tokens, inverse, ends, counts = new_rows(), new_rows(), new_rows(), new_ends(), None
         if counted:
             counts = new_counts()
             count(ids, counts)
-        place(ids, counts, order, inverse, ends)
-        return order, inverse, ends
+        place(ids, counts, order, tokens, inverse, ends)
+        return order, tokens, inverse, ends
 
     return run

@@ -24,7 +24,7 @@ from ..kernels.plans import Operand, planned, whole
 from ..versions import software
 from .define import TAGS, FusedOp, launch, library, nothing
 from .grouped_experts import _grouped_experts, _grouped_experts_backward
-from .grouped_mlp import _grouped_mlp, _grouped_mlp_backward, _routed_rows, route
+from .grouped_mlp import _grouped_mlp, _grouped_mlp_backward, route
 from .grouped_mm import used, wide
 
 
@@ -73,20 +73,29 @@ def mlp(
     """``fxfuse::grouped_mlp``."""
     kernel = _functions(path, w_gate)
     experts = w_down.shape[0]
-    order, inverse, counted = kernel.route(ids, experts) if ends is None else route(ids, experts, ends)
-    tokens, _ = kernel.sorted_pairs(order, None, ids.shape[1])
-    rows, gather = _rows(x, p if first else None, order, tokens, w_gate.dtype)
-    a, h, u = kernel.up(rows, gather, w_gate, w_up, b_gate, counted, act, layout, limit, alpha, save)
-    y = kernel.matmul(a, w_down, counted, transposed=True, bias=None, zero_tail=False)
+    if ends is None:
+        order, tokens, inverse, counted = kernel.route(ids, experts)
+    else:
+        order, inverse, counted = route(ids, experts, ends)
+        tokens, _ = kernel.sorted_pairs(order, None, ids.shape[1])
+    tiles = kernel.tile_list(counted, order.shape[0])
+    weight = kernel.sorted_pairs(order, p, ids.shape[1])[1] if first else None
+    rows, gather = _rows(x, tokens, weight, w_gate.dtype)
+    a, h, u = kernel.up(rows, gather, w_gate, w_up, b_gate, counted, act, layout, limit, alpha, save, tiles=tiles)
+    y = kernel.matmul(a, w_down, counted, transposed=True, bias=None, zero_tail=False, tiles=tiles)
     out = kernel.combine(y, None if first else p, b_down, ids, inverse, counted, x)
     if not save:
-        return out, *_nothings(a, a, order, order, counted)
+        return out, h, u, *_nothings(order, order, counted)
     return out, h, u, order, inverse, counted if ends is None else nothing(ends)
 
 
-def _rows(x: Tensor, p: Tensor | None, order: Tensor, tokens: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """The first linear's rows: the tokens, and which of them; or where they are weighted first, the weighted rows."""
-    return (_as(x, dtype), tokens) if p is None else (_routed_rows(x, p, order, tokens, dtype), None)
+def _rows(x: Tensor, gather: Tensor | None, weight: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """The first linear's rows: x, and which of its lines; or where they are weighted first, the weighted rows."""
+    return (_as(x, dtype), gather) if weight is None else ((wide(_lines(x, gather)) * weight.unsqueeze(-1)).to(dtype), None)
+
+
+def _lines(x: Tensor, gather: Tensor | None) -> Tensor:
+    return x if gather is None else x[gather]
 
 
 def _as(t: Tensor, dtype: torch.dtype) -> Tensor:
@@ -128,37 +137,37 @@ def mlp_backward(
     kernel = _functions(path, w_gate)
     need_x, need_p, need_gate, need_up, need_down, need_b_gate, need_b_down = mask
     kind, dtype = (act, layout, limit, alpha), w_gate.dtype
-    tokens, weight = kernel.sorted_pairs(order, None if first else p, ids.shape[1])
-    rows, gather = _rows(x, p if first else None, order, tokens, dtype)
+    tiles = kernel.tile_list(ends, order.shape[0])
+    dy, lines = _as(grad, dtype), x if first else _as(x, dtype)
+    wanted = need_gate or need_up or first or h is None
+    dy, lines, weight, source = _sorted(kernel, path, dy, lines, wanted, p, order, inverse, ids.shape[1])
+    before, after = (weight, None) if first else (None, weight)
+    rows, gather = _rows(lines, source, before, dtype)
     if h is None:
-        _, h, u = kernel.up(rows, gather, w_gate, w_up, b_gate, ends, *kind, True)
+        _, h, u = kernel.up(rows, gather, w_gate, w_up, b_gate, ends, *kind, True, tiles=tiles)
         u = None if w_up is None else u
-    dy, source = _as(grad, dtype), tokens
     found: list[Tensor | None] = [None] * 7
     if need_b_down:
-        found[6] = kernel.bias_gradient(dy, ends, weight, tokens)
+        found[6] = kernel.bias_gradient(dy, ends, after, source)
     if any(mask[:6]):
-        dy, source = _gathered(dy, tokens, path)
-        dh, du, dp, scaled = kernel.dh(dy, source, w_down, weight, h, u, ends, *kind)
-        if need_gate or need_up:
-            rows, gather = _gathered(rows, gather, path)
+        dh, du, dp, scaled = kernel.dh(dy, source, w_down, after, h, u, ends, *kind, tiles=tiles)
         if need_down:
-            found[4] = _weight_gradient(kernel, dy, scaled, source, None, ends, w_down)
+            found[4] = _weight_gradient(kernel, dy, scaled, source, None, ends, tiles, w_down)
         if need_gate:
-            found[2] = _weight_gradient(kernel, dh, rows, None, gather, ends, w_gate)
+            found[2] = _weight_gradient(kernel, dh, rows, None, gather, ends, tiles, w_gate)
         if need_up and w_up is not None:
-            found[3] = _weight_gradient(kernel, du, rows, None, gather, ends, w_up)
+            found[3] = _weight_gradient(kernel, du, rows, None, gather, ends, tiles, w_up)
         if need_b_gate:
             found[5] = kernel.bias_gradient(dh, ends, None, None)
         if need_p and not first:
             assert p is not None
             found[1] = kernel.router_gradient(dp, ids, inverse, p.dtype, b_down, grad, ends)
         if need_x or (need_p and first):
-            drows = _rows_gradient(kernel, dh, du, w_gate, w_up, ends, False)
+            drows = _rows_gradient(kernel, dh, du, w_gate, w_up, ends, tiles, False)
             if need_p and first:
                 assert p is not None
                 inside = used(ends, torch.arange(order.shape[0], device=order.device))
-                products = torch.where(inside, wide(drows) * wide(x[tokens]), 0)
+                products = torch.where(inside, wide(drows) * wide(_lines(lines, source)), 0)
                 found[1] = products.sum(-1)[inverse].view(ids.shape).to(p.dtype)
             if need_x:
                 found[0] = kernel.combine(drows, p if first else None, None, ids, inverse, ends, x)
@@ -171,25 +180,56 @@ def _given(found: list[Tensor | None], like: Tensor) -> tuple[Tensor, ...]:
     return tuple(next(absent) if t is None else t for t in found)
 
 
-def _gathered(rows: Tensor, gather: Tensor | None, path: str) -> tuple[Tensor, Tensor | None]:
-    """Rows and which of them a product takes: gathered once for all products where the path's do not gather."""
-    return (rows, gather) if gather is None or kernels.PATHS[path].gathers else (rows.index_select(0, gather), None)
+def _sorted(
+    kernel: ModuleType,
+    path: str,
+    grad: Tensor,
+    x: Tensor,
+    wanted: bool,
+    p: Tensor | None,
+    order: Tensor,
+    inverse: Tensor,
+    chosen: int,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Gradients, x and router weights (S,) of the sorted rows, and which lines of the first two these are.
+
+    Where a path's products do not gather, lines are spread once for all of them; those of x only if they are ``wanted``.
+    """
+    if kernels.PATHS[path].gathers:
+        tokens, weight = kernel.sorted_pairs(order, p, chosen)
+        return grad, x, weight, tokens
+    grads, rows, weight = kernel.spread(grad, x if wanted else None, p, inverse, chosen)
+    return grads, rows if wanted else x, weight, None
 
 
 def _weight_gradient(
-    kernel: ModuleType, d: Tensor, x: Tensor, gather_d: Tensor | None, gather_x: Tensor | None, ends: Tensor, like: Tensor
+    kernel: ModuleType,
+    d: Tensor,
+    x: Tensor,
+    gather_d: Tensor | None,
+    gather_x: Tensor | None,
+    ends: Tensor,
+    tiles: Tensor | None,
+    like: Tensor,
 ) -> Tensor:
     """(E, N, M), laid out in memory as the weight ``like`` is."""
     if like.stride(-1) == 1:
-        return kernel.wgrad(d, x, gather_d, gather_x, ends)
-    return kernel.wgrad(x, d, gather_x, gather_d, ends).transpose(1, 2)
+        return kernel.wgrad(d, x, gather_d, gather_x, ends, tiles=tiles)
+    return kernel.wgrad(x, d, gather_x, gather_d, ends, tiles=tiles).transpose(1, 2)
 
 
 def _rows_gradient(
-    kernel: ModuleType, dh: Tensor, du: Tensor, w_gate: Tensor, w_up: Tensor | None, ends: Tensor, zero_tail: bool
+    kernel: ModuleType,
+    dh: Tensor,
+    du: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor | None,
+    ends: Tensor,
+    tiles: Tensor | None,
+    zero_tail: bool,
 ) -> Tensor:
     """(S, H) of the rows that went into the first linear."""
-    product = functools.partial(kernel.matmul, transposed=False, bias=None, zero_tail=zero_tail)
+    product = functools.partial(kernel.matmul, transposed=False, bias=None, zero_tail=zero_tail, tiles=tiles)
     drows = product(dh, w_gate, ends)
     return drows if w_up is None else drows + product(du, w_up, ends)
 
@@ -212,8 +252,9 @@ def experts(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``fxfuse::grouped_experts``."""
     kernel = _functions(path, w_gate)
-    a, h, u = kernel.up(rows, None, w_gate, w_up, b_gate, ends, act, layout, limit, alpha, save)
-    return kernel.matmul(a, w_down, ends, transposed=True, bias=b_down, zero_tail=True), h, u
+    tiles = kernel.tile_list(ends, rows.shape[0])
+    a, h, u = kernel.up(rows, None, w_gate, w_up, b_gate, ends, act, layout, limit, alpha, save, tiles=tiles)
+    return kernel.matmul(a, w_down, ends, transposed=True, bias=b_down, zero_tail=True, tiles=tiles), h, u
 
 
 @whole
@@ -238,25 +279,25 @@ def experts_backward(
     """``fxfuse::grouped_experts_backward``."""
     kernel = _functions(path, w_gate)
     need_rows, need_gate, need_up, need_down, need_b_gate, need_b_down = mask
-    kind = (act, layout, limit, alpha)
+    kind, tiles = (act, layout, limit, alpha), kernel.tile_list(ends, rows.shape[0])
     if h is None:
-        _, h, u = kernel.up(rows, None, w_gate, w_up, b_gate, ends, *kind, True)
+        _, h, u = kernel.up(rows, None, w_gate, w_up, b_gate, ends, *kind, True, tiles=tiles)
         u = None if w_up is None else u
     found: list[Tensor | None] = [None] * 6
     if need_b_down:
         found[5] = kernel.bias_gradient(grad, ends, None, None)
     if any(mask[:5]):
-        dh, du, _, a = kernel.dh(grad, None, w_down, None, h, u, ends, *kind)
+        dh, du, _, a = kernel.dh(grad, None, w_down, None, h, u, ends, *kind, tiles=tiles)
         if need_down:
-            found[3] = _weight_gradient(kernel, grad, a, None, None, ends, w_down)
+            found[3] = _weight_gradient(kernel, grad, a, None, None, ends, tiles, w_down)
         if need_gate:
-            found[1] = _weight_gradient(kernel, dh, rows, None, None, ends, w_gate)
+            found[1] = _weight_gradient(kernel, dh, rows, None, None, ends, tiles, w_gate)
         if need_up and w_up is not None:
-            found[2] = _weight_gradient(kernel, du, rows, None, None, ends, w_up)
+            found[2] = _weight_gradient(kernel, du, rows, None, None, ends, tiles, w_up)
         if need_b_gate:
             found[4] = kernel.bias_gradient(dh, ends, None, None)
         if need_rows:
-            found[0] = _rows_gradient(kernel, dh, du, w_gate, w_up, ends, True)
+            found[0] = _rows_gradient(kernel, dh, du, w_gate, w_up, ends, tiles, True)
     return _given(found, grad)
 
 

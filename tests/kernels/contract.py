@@ -216,12 +216,12 @@ def random_ids(tokens: int, chosen: int, experts: int, device: str = "cpu", dtyp
 
 def check_route(path: ModuleType, ids: Tensor, experts: int) -> None:
     got, want = path.route(ids, experts), reference.route(ids, experts)
-    for name, g, w in zip(("order", "inverse", "ends"), got, want, strict=True):
+    for name, g, w in zip(("order", "tokens", "inverse", "ends"), got, want, strict=True):
         assert g.dtype is w.dtype and torch.equal(g, w), name
 
 
 def check_pairs(path: ModuleType, ids: Tensor, p: Tensor, experts: int) -> None:
-    order, inverse, ends = reference.route(ids, experts)
+    order, _, inverse, ends = reference.route(ids, experts)
     for given in (None, p):
         for got, want in zip(*[f(order, given, ids.shape[1]) for f in (path.sorted_pairs, reference.sorted_pairs)], strict=True):
             assert want is got is None or (got.dtype is want.dtype and torch.equal(got, want))
@@ -239,10 +239,22 @@ def check_pairs(path: ModuleType, ids: Tensor, p: Tensor, experts: int) -> None:
         same("router with a bias", got, want, TOLERANCE[dtype], dtype)
 
 
+def check_spread(path: ModuleType, case: Case, tokens: int, chosen: int, weights: torch.dtype | None) -> None:
+    """Lines of ``hidden`` and ``inner`` columns, also out of wider ones and with columns apart; ``weights``: the router's."""
+    inverse = torch.randperm(tokens * chosen, device=case.device)
+    p = None if weights is None else torch.rand(chosen, tokens, device=case.device).to(weights).t()
+    grad, x = case.normal(tokens, case.hidden), case.normal(tokens, case.inner)
+    apart = case.normal(tokens, 2 * case.hidden)
+    for args in ((grad, x, p), (apart[:, : case.hidden], None, p), (apart[:, ::2], x, None)):
+        got, want = (f.spread(*args, inverse, chosen) for f in (path, reference))
+        for g, w in zip(got, want, strict=True):
+            assert g is w is None or (g.dtype is w.dtype and g.is_contiguous() and torch.equal(g, w))
+
+
 def check_combine(path: ModuleType, case: Case, tokens: int, chosen: int, experts: int, weights: Any) -> None:
     """``weights``: the dtype of the router weights, or None without them."""
     ids = random_ids(tokens, chosen, experts, case.device)
-    _, inverse, ends = reference.route(ids, experts)
+    *_, inverse, ends = reference.route(ids, experts)
     y = case.normal(tokens * chosen, case.hidden)
     y[int(ends[-1]) :] = NAN
     p = None if weights is None else torch.rand(chosen, tokens, device=case.device).to(weights).t()

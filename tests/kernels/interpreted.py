@@ -157,6 +157,23 @@ def test_pairs(tokens: int, chosen: int, dtype: torch.dtype) -> None:
 
 
 @dtypes
+@pytest.mark.parametrize(("tokens", "chosen"), [(0, 2), (2, 0), (1, 1), (3, 1), (3, 8)])
+def test_spread(tokens: int, chosen: int, dtype: torch.dtype) -> None:
+    contract.check_spread(PORTABLE, Case(dtype=dtype), tokens, chosen, None)
+    contract.check_spread(PORTABLE, Case(dtype=dtype, hidden=1, inner=600), tokens, chosen, BF16)
+    contract.check_spread(PORTABLE, Case(dtype=dtype, hidden=1030, inner=64), tokens, chosen, F32)
+
+
+@pytest.mark.usefixtures("either_order")
+def test_spread_of_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fxfuse.kernels.pairs.LINES", ((4, 64, 1), (99, 128, 2)))
+    for tokens in (4, 5):
+        plans.forget()
+        contract.check_spread(PORTABLE, Case(hidden=130, inner=300), tokens, 2, BF16)
+    plans.forget()
+
+
+@dtypes
 @pytest.mark.parametrize("weights", [None, F32, BF16], ids=["unweighted", "fp32 weights", "bf16 weights"])
 @pytest.mark.parametrize(("tokens", "chosen", "experts"), [(0, 2, 3), (1, 1, 1), (7, 3, 5), (2, 0, 3)])
 def test_combine(dtype: torch.dtype, weights: torch.dtype | None, tokens: int, chosen: int, experts: int) -> None:

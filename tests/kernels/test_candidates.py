@@ -191,7 +191,7 @@ def test_the_operators_say_what_they_return(fields: dict[str, Any], save: bool) 
 
 def test_every_path_has_every_function() -> None:
     products = {"tile_list", "up", "matmul", "dh", "wgrad"}
-    functions = products | {"route", "combine", "bias_gradient", "sorted_pairs", "router_gradient"}
+    functions = products | {"route", "combine", "bias_gradient", "sorted_pairs", "spread", "router_gradient"}
     for path in (kernels.twins(), *map(kernels.path, kernels.PATHS)):
         assert functions <= set(dir(path)), path
         for name in products - {"tile_list"}:

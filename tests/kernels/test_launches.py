@@ -10,9 +10,11 @@ import torch
 import triton
 from absent import Absent
 from contract import BF16, F16, F32, LAYOUTS, Case
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
-from fxfuse.kernels import path
+from fxfuse.kernels import hopper_launch, path, prepared
+from fxfuse.ops import grouped_kernels
 
 PORTABLE = path("portable")
 
@@ -55,6 +57,7 @@ def launches(case: Case) -> dict[str, Callable[[], Any]]:
         "bias_kernel": lambda: PORTABLE.bias_gradient(x, ends, p, gather),
         "combine_kernel": lambda: PORTABLE.combine(rows, weights, None, ids, pairs, ends, x),
         "sorted_kernel": lambda: PORTABLE.sorted_pairs(pairs, weights, 2),
+        "spread_kernel": lambda: PORTABLE.spread(x[: len(ids)], rows[: len(ids)], weights, pairs, 2),
         "router_kernel": lambda: PORTABLE.router_gradient(torch.zeros(3, len(pairs)).t(), ids, pairs, case.dtype),
         "router_bias_kernel": lambda: PORTABLE.router_gradient(
             torch.zeros(len(pairs), 3), ids, pairs, case.dtype, torch.zeros(case.experts, 40), torch.zeros(len(ids), 40), ends
@@ -90,6 +93,7 @@ def test_nothing_that_may_be_absent(stored: str) -> None:
         "place_kernel",
         "count_kernel place_kernel",
         "sorted_kernel",
+        "spread_kernel",
         "router_kernel",
     ],
 )
@@ -103,6 +107,49 @@ def test_another_number_of_rows_compiles_nothing(name: str, compiled: list[str])
     for rows in (160, 131, 256, 400):
         launch(rows)
     assert compiled == first
+
+
+PASSES = {
+    ("portable", "forward"): "count_kernel place_kernel up_kernel matmul_kernel combine_kernel",
+    ("portable", "backward"): "sorted_kernel dh_kernel wgrad_kernel wgrad_kernel router_kernel matmul_kernel combine_kernel",
+    ("hopper", "forward"): "count_kernel place_kernel fill mm mm combine_kernel",
+    ("hopper", "backward"): "fill spread_kernel dh wgrad wgrad router_kernel mm combine_kernel",
+}
+"""By path and pass of a block without biases: what it launches."""
+
+
+class Calls(TorchDispatchMode):
+    """Notes torch's operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("name", "step"), PASSES)
+def test_a_pass_launches_these_and_nothing_else(name: str, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "hopper" and hopper_launch.available((9, 0), triton.__version__):
+        pytest.skip("no Gluon")
+    launched: list[str] = []
+    monkeypatch.setattr(prepared.Launch, "__call__", lambda self, *_: launched.append(self.kernel.__name__))
+    monkeypatch.setattr(hopper_launch, "_processors", lambda _: 132)
+    monkeypatch.setattr(grouped_kernels, "_functions", lambda *_: path(name))
+    x, p, ids = (torch.zeros(400, n, dtype=d) for n, d in ((64, BF16), (2, BF16), (2, torch.int64)))
+    weights = (torch.zeros(4, 64, 64, dtype=BF16), None, torch.zeros(4, 64, 32, dtype=BF16), None, None)
+    kind, pairs = ("silu", "concat", None, None, False), torch.zeros(800, dtype=torch.int64)
+    saved = (torch.zeros(800, 64, dtype=BF16), None, pairs, pairs, torch.zeros(4, dtype=torch.int32))
+    with Calls() as calls:
+        if step == "forward":
+            grouped_kernels.mlp(x, ids, p, None, *weights, *kind, True, name)
+        else:
+            mask = [True, True, True, False, True, False, False]
+            grouped_kernels.mlp_backward(x, x, ids, p, *weights, *saved, *kind, mask, name)
+    assert launched == PASSES[name, step].split()
+    assert not [op for op in calls.seen if not op.startswith("empty")]
 
 
 def test_a_version_of_triton_that_is_supported() -> None:

@@ -17,7 +17,7 @@ import pytest
 import triton
 from offline import Needs, compiled
 
-from fxfuse.kernels import bias, combine, dh, matmul, routing, up, wgrad
+from fxfuse.kernels import bias, combine, dh, matmul, pairs, routing, up, wgrad
 from fxfuse.kernels.launch import Config
 
 RECORDED = Path(__file__).parent / "needs.json"
@@ -26,10 +26,10 @@ SHARED = {90: 232448, 80: 166912}
 SPILLED = 32
 """Bytes of a thread's stack that are let pass."""
 COMMON = {"GROUP": 8, "EXPERTS": 256, "WHOLE": True, "PRECISION": "ieee", "WIDEN": False, "COUNTED": True}
-FLOATS = "a w w_up x h u dh du d y grad scaled out bias bias_up"
+FLOATS = "a w w_up x h u dh du d y grad grads rows scaled out bias bias_up"
 OTHERS = {
     **dict.fromkeys(("p", "dp", "weights"), "*fp32"),
-    **dict.fromkeys(("gather", "gather_d", "gather_x", "ids", "order", "inverse"), "*i64"),
+    **dict.fromkeys(("gather", "gather_d", "gather_x", "ids", "order", "tokens", "inverse"), "*i64"),
     **dict.fromkeys(("ends", "counts"), "*i32"),
     **dict.fromkeys(("limit", "alpha"), "fp32"),
 }
@@ -50,7 +50,8 @@ class Shipped:
     def needs(self) -> Needs:
         names = [n for n in self.kernel.arg_names if n not in self.constants]
         aligned = {n for n in names if n.startswith("stride_") or n.startswith("up_") or self.types.get(n, "i32").startswith("*")}
-        aligned |= {n for n in names if n in ("N", "K", "M", "H")} if "S" in names else set()
+        widths = ("N", "K", "M", "H") if "S" in names else ("N", "M")
+        aligned |= {n for n in names if n in widths}
         return compiled(self.kernel, self.capability, self.types, self.constants, aligned, self.config.warps, self.config.stages)
 
 
@@ -142,6 +143,9 @@ def shipped() -> Iterator[Shipped]:
         yield _shipped("bias", lambda c: (bias.bias_kernel, constants), small, capability)  # noqa: B023
         summed = {"TN": combine.COLUMNS, "WEIGHTS": True, "BIAS": True}
         yield _shipped("combine", lambda c: (combine.combine_kernel, summed), small, capability)  # noqa: B023
+        for _, columns, warps in pairs.LINES:
+            spread, c = {"TN": columns, "ROWS": True, "WEIGHTS": True, "stride_inverse": 1}, Config(1, columns, 1, warps, 3)
+            yield _shipped(f"spread {columns}", lambda c: (pairs.spread_kernel, spread), c, capability)  # noqa: B023
         for experts in (8, 128, 1024):
             for kernel in (routing.count_kernel, routing.place_kernel):
                 yield _shipped(f"routing of {experts}: {kernel.__name__}", _routing(kernel, experts), small, capability)
