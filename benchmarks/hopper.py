@@ -36,7 +36,12 @@ from fxfuse.kernels import hopper_launch as launch  # noqa: E402
 from fxfuse.kernels import reference  # noqa: E402
 
 Tensor = torch.Tensor
-BLOCKS = {"Qwen3-30B-A3B": (128, 2048, 768, 8), "OLMoE": (64, 2048, 1024, 8), "Mixtral": (8, 4096, 14336, 2)}
+BLOCKS = {
+    "Qwen3-30B-A3B": (128, 2048, 768, 8),
+    "OLMoE": (64, 2048, 1024, 8),
+    "Mixtral": (8, 4096, 14336, 2),
+    "GPT-OSS": (32, 2880, 2880, 4),
+}
 """Experts, hidden, inner, chosen."""
 IDLE_SECONDS, WATCHDOG_SECONDS, CHECKED = 0.06, 60.0, 4
 _began = [time.monotonic()]

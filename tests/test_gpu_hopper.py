@@ -251,6 +251,46 @@ def test_wgrad_is_added_to_a_buffer(dtype: torch.dtype) -> None:
     check(lambda: launch.wgrad(d, x, None, None, case.ends, into=before.clone()), [true], [2**-7 if dtype is BF16 else 2**-14])
 
 
+# ------------------------------------------------------------------------------------------------ narrow last tiles
+
+
+@pytest.mark.parametrize("stored_transposed", [False, True])
+@pytest.mark.parametrize("rest", [8, 64, 72, 128, 136])
+def test_last_tiles_of_every_width(rest: int, stored_transposed: bool) -> None:
+    """Near to fp64, and the same bits as where zeros fill the last tile."""
+    case, n, full = Case("some_outside", tokens=130), 256 + rest, 512
+
+    def filled(t: Tensor, dim: int) -> Tensor:
+        shape = [full if i == dim else extent for i, extent in enumerate(t.shape)]
+        found = t.new_zeros(shape)
+        found.narrow(dim, 0, n).copy_(t)
+        return found.transpose(1, 2).contiguous().transpose(1, 2) if t.dim() == 3 and t.stride(2) != 1 else found
+
+    a, w, w_down = case.matrix(200), case.weight(n, 200, stored_transposed), case.weight(200, n, stored_transposed)
+    true = reference.matmul(case.clean(a), w.double(), case.ends, transposed=True)
+    check(lambda: launch.matmul(a, w, case.ends, transposed=True), [true], [2**-7])
+    y, wide = (launch.matmul(a, t, case.ends, transposed=True) for t in (w, filled(w, 1)))
+    assert torch.equal(y, wide[:, :n])
+
+    options = ("relu2", "plain", None, None, True)
+    true = reference.up(case.clean(a), None, w.double(), None, None, case.ends, *options)
+    check(lambda: launch.up(a, None, w, None, None, case.ends, *options), true, [2**-5, 2**-7, 0])
+    up, wide = (launch.up(a, None, t, None, None, case.ends, *options)[1] for t in (w, filled(w, 1)))
+    assert torch.equal(up, wide[:, :n])
+
+    h = case.matrix(n)
+    true = reference.dh(case.clean(a), None, w_down.double(), None, case.clean(h), None, case.ends, *options[:-1])
+    run = lambda w, h: launch.dh(a, None, w, None, h, None, case.ends, *options[:-1])  # noqa: E731
+    check(lambda: (lambda d, _, dp, s: (d, dp.sum(1), s))(*run(w_down, h)), [true[0], true[2].sum(1), true[3]], [2**-7] * 3)
+    for got, wide in zip(run(w_down, h)[::3], run(filled(w_down, 2), filled(h, 1))[::3], strict=True):
+        assert torch.equal(got, wide[:, :n])
+
+    true = reference.wgrad(case.clean(a), case.clean(h), None, None, case.ends)
+    check(lambda: launch.wgrad(a, h, None, None, case.ends), [true], [2**-7])
+    dw, wide = (launch.wgrad(a, t, None, None, case.ends) for t in (h, filled(h, 1)))
+    assert torch.equal(dw, wide[:, :, :n])
+
+
 # ------------------------------------------------------------------------------------------------ how they are launched
 
 
