@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .plans import Operand
+from .tape import recorder
 
 
 def dense(shape: Sequence[int]) -> tuple[int, ...]:
@@ -25,10 +26,18 @@ def fresh(
 
     layout, dtype, device = (tuple(shape), dense(shape) if stride is None else tuple(stride)), dtype or like.dtype, like.device
     ordinary = functools.partial(torch.empty_strided, *layout, dtype=dtype, device=device)
-    make = empty_strided(device)
-    if make is None:
+    on_current = empty_strided(device)
+    if on_current is None:
         return ordinary
-    if device.type != "cuda" or torch.cuda.device_count() == 1:
-        return functools.partial(make, *layout, dtype)
-    current = torch.accelerator.current_device_index
-    return lambda: make(*layout, dtype) if current() == device.index else ordinary()
+    make = functools.partial(on_current, *layout, dtype)
+    several = device.type == "cuda" and torch.cuda.device_count() > 1
+
+    def new() -> Tensor:
+        if several and torch.accelerator.current_device_index() != device.index:
+            return ordinary()
+        found = make()
+        if (notes := recorder()) is not None:
+            notes.made(make, found)
+        return found
+
+    return new

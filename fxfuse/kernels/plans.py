@@ -7,8 +7,7 @@ chooses configurations and builds launches; the second allocates results and lau
 from __future__ import annotations
 
 import functools
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -20,7 +19,6 @@ ALIGNMENT = 16
 """Bytes: what functions, Triton and TMA ask of an address is whether it is a multiple. New tensors' addresses are."""
 _caches: list[Any] = []
 Result = TypeVar("Result")
-Plan = Callable[..., Any]
 
 
 class Operand(NamedTuple):
@@ -32,17 +30,11 @@ class Operand(NamedTuple):
     device: torch.device
 
 
-class _Pass(threading.local):
-    """The call of a ``whole`` function that is under way in this thread."""
-
-    known: Iterator[tuple[Any, Plan]] = iter(())
-    """The plans that the rest of it takes, each with the cache that it is from."""
-    noted: list[tuple[Any, Plan]] | None = None
-    """Those that it took, where they were not known."""
-
-
-_pass = _Pass()
-_UNKNOWN: tuple[Any, Any] = (None, None)
+def bounded(function: Callable[..., Result]) -> Callable[..., Result]:
+    """``function``, whose last results are kept until ``forget``."""
+    kept = functools.lru_cache(maxsize=KEPT)(function)
+    _caches.append(kept)
+    return kept
 
 
 def planned(prepare: Callable[..., Callable[..., Result]]) -> Callable[..., Result]:
@@ -51,59 +43,12 @@ def planned(prepare: Callable[..., Callable[..., Result]]) -> Callable[..., Resu
     It is given an ``Operand`` in the place of each tensor, the other arguments as they are, and before them the ``precision`` of
     products of the first one. A plan outlives a change of the tables that it was made from: ``forget``.
     """
-    kept = functools.lru_cache(maxsize=KEPT)(prepare)
-    _caches.append(kept)
+    kept = bounded(prepare)
 
     @functools.wraps(prepare)
     def call(*args: Any) -> Result:
-        cache, plan = next(_pass.known, _UNKNOWN)
-        if cache is not kept:
-            _pass.known = iter(())
-            seen = [Operand(a.shape, a.stride(), a.dtype, a.device) if isinstance(a, Tensor) else a for a in args]
-            plan = kept(precision(args[0].dtype), *seen)
-            if _pass.noted is not None:
-                _pass.noted.append((kept, plan))
-        return plan(*args)
-
-    return call
-
-
-class _Script:
-    """The plans that a pass takes, in order, once there was one."""
-
-    plans: tuple[tuple[Any, Plan], ...] | None = None
-
-
-def whole(function: Callable[..., Result]) -> Callable[..., Result]:
-    """``function`` with one key for all planned functions that it calls: later calls take the first one's plans in order.
-
-    Which it calls, and with what metadata, depends on its arguments' metadata and on torch's matmul precision, and on nothing
-    else. Where an argument's address is misaligned, and may be copied for that, each planned function has its own key.
-    """
-    scripts = functools.lru_cache(maxsize=KEPT)(lambda *key: _Script())
-    _caches.append(scripts)
-
-    @functools.wraps(function)
-    def call(*args: Any) -> Result:
-        key: list[Any] = [torch.get_float32_matmul_precision()]
-        addresses = 0
-        for a in args:
-            if isinstance(a, Tensor):
-                key += (a.shape, a.stride(), a.dtype, a.device)
-                addresses |= a.data_ptr()
-            else:
-                key.append(tuple(a) if isinstance(a, list) else a)
-        script = scripts(*key) if addresses % ALIGNMENT == 0 else _Script()
-        outer, plans = (_pass.known, _pass.noted), script.plans
-        noted = None if plans is not None else []
-        _pass.known, _pass.noted = iter(plans or ()), noted
-        try:
-            result = function(*args)
-        finally:
-            _pass.known, _pass.noted = outer
-        if noted is not None:
-            script.plans = tuple(noted)
-        return result
+        seen = [Operand(a.shape, a.stride(), a.dtype, a.device) if isinstance(a, Tensor) else a for a in args]
+        return kept(precision(args[0].dtype), *seen)(*args)
 
     return call
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from triton.runtime import driver
 
 from .plans import ALIGNMENT
+from .tape import recorder
 
 MAPS = 4096
 """Tensor maps that are kept, of 128 bytes each."""
@@ -55,30 +56,30 @@ class Launch:
         self.kernel, self.grid, self.device, self.scalars, self.options = kernel, grid, device, tuple(scalars), options
         self.slots = slots or {}
         self.guarded = device.type == "cuda" and torch.cuda.device_count() > 1
-        self.compiled: Any = None
-        self.direct: Callable[[Sequence[Tensor | int | None]], bool] | None = None
+        self.direct: Direct | None = None
 
     def __call__(self, *tensors: Tensor | int | None) -> None:
         """On the current stream of the tensors' device."""
         if self.guarded and torch.accelerator.current_device_index() != self.device.index:
             with torch.cuda.device(self.device):
                 return self(*tensors)
-        hook = _knobs.launch_enter_hook
-        hooked = hook is not None and getattr(hook, "calls", True)
-        if self.direct is None or hooked or not self.direct(tensors):
+        if 0 in self.grid:
+            return
+        direct = None if hooked() else self.direct
+        if direct is None or not direct(tensors, self.device.index):
+            direct = None
             self._ordinary(tensors)
+        if (notes := recorder()) is not None:
+            notes.launched(direct, tensors)
 
     def _ordinary(self, tensors: Sequence[Tensor | int | None]) -> None:
         """Let Triton launch, and keep what it compiled unless that was for misaligned addresses."""
-        if 0 in self.grid:
-            return
         args = [_handed(t, self.slots.get(i, 0)) if isinstance(t, Tensor) else t for i, t in enumerate(tensors)]
         compiled = self.kernel[self.grid](*args, *self.scalars, **self.options)
         aligned = not any(isinstance(a, Tensor) and a.data_ptr() % ALIGNMENT for a in args)
         if self.direct is None and compiled is not None and aligned:
             named = [self.options[name] for name in self.kernel.arg_names[len(args) + len(self.scalars) :]]
-            self.compiled = compiled  # owns the code
-            self.direct = _direct(compiled, self.grid, self.device.index, tensors, self.slots, (*self.scalars, *named))
+            self.direct = _direct(compiled, self.grid, tensors, self.slots, (*self.scalars, *named))
 
 
 def _handed(t: Tensor, slot: int | Box) -> Any:
@@ -90,56 +91,86 @@ def _handed(t: Tensor, slot: int | Box) -> Any:
 # ------------------------------------------------------------------------------------------------ what is private to Triton
 
 
+class Direct:
+    """Launches what Triton compiled for some tensors with others of the same metadata.
+
+    Args:
+        compiled: owns the code.
+        run: the function of Triton's that launches.
+        filled: its arguments, among them the grid.
+        pointers: which tensor's address goes where, and what is added to it, in bytes.
+        maps: the same for tensor maps: which tensor's, where, and what gives the map of an address.
+    """
+
+    STREAM = 3
+
+    def __init__(
+        self,
+        compiled: Any,
+        run: Callable[..., Any],
+        filled: list[Any],
+        pointers: Sequence[tuple[int, int, int]],
+        maps: Sequence[tuple[int, int, Callable[[int], Any]]],
+    ) -> None:
+        self.compiled, self.run, self.filled, self.pointers, self.maps = compiled, run, filled, pointers, maps
+
+    def __call__(self, tensors: Sequence[Any], device: int | None) -> bool:
+        """Launch on the device's current stream, unless an address is misaligned, and say whether."""
+        args, bits = self.filled.copy(), 0
+        for i, place, shift in self.pointers:
+            args[place] = address = tensors[i].data_ptr() + shift
+            bits |= address
+        if bits % ALIGNMENT:
+            return False
+        for i, place, encode in self.maps:
+            args[place] = encode(tensors[i].data_ptr())
+        args[self.STREAM] = current_stream(device)
+        self.run(*args)
+        return True
+
+
 def _direct(
     compiled: Any,
     grid: tuple[int, ...],
-    device: int | None,
     tensors: Sequence[Tensor | int | None],
     slots: Mapping[int, int | Box],
     after: tuple[Any, ...],
-) -> Callable[[Sequence[Any]], bool] | None:
-    """Launches what Triton compiled for ``tensors``, unless an address is misaligned, and says whether.
+) -> Direct | None:
+    """For what Triton compiled for ``tensors``; None where it is not known how this Triton launches.
 
-    None where it is not known how this Triton launches. ``after``: all arguments after the tensors.
+    ``after``: all arguments after the tensors.
     """
     described = list(getattr(compiled.metadata, "tensordesc_meta", None) or ())
     launcher = _launcher(compiled, bool(described))
     if launcher is None or len(described) != sum(map(callable, slots.values())) or not all(described):
         return None
-    launch, before = launcher
+    run, before = launcher
     filled: list[Any] = [*(*grid, 1, 1)[:3], 0, *before]
-    pointers, shifted, maps = [], [], []
+    pointers: list[tuple[int, int, int]] = []
+    maps: list[tuple[int, int, Callable[[int], Any]]] = []
     for i, t in enumerate(tensors):
         slot = slots.get(i, 0)
         if not isinstance(t, Tensor):
             filled.append(t)
         elif callable(slot):
             encode = _encoder(slot, described.pop(0))
-            maps.append((i, len(filled), encode))
+            maps.append((i, len(filled), functools.partial(_encoded, encode)))
             filled += encode(t.data_ptr())  # a tensor map, then extents and strides, which never change
         else:
-            shifted.append((i, len(filled), slot * t.element_size())) if slot else pointers.append((i, len(filled)))
+            pointers.append((i, len(filled), slot * t.element_size()))
             filled.append(0)
-    filled += after
-    stream = driver.active.get_current_stream
+    return Direct(compiled, run, [*filled, *after], pointers, maps)
 
-    def call(tensors: Sequence[Any]) -> bool:
-        args, bits = filled.copy(), 0
-        for i, place in pointers:
-            args[place] = address = tensors[i].data_ptr()
-            bits |= address
-        for i, place, shift in shifted:
-            args[place] = address = tensors[i].data_ptr() + shift
-            bits |= address
-        if bits % ALIGNMENT:
-            return False
-        for i, place, encode in maps:
-            args[place] = _encoded(encode, tensors[i].data_ptr())
-        args[3] = stream(device)
-        launch(*args)
-        return True
 
-    return call
+def hooked() -> bool:
+    """Whether somebody wants to see every launch."""
+    hook = _knobs.launch_enter_hook
+    return hook is not None and bool(getattr(hook, "calls", True))
+
+
+def current_stream(device: int | None) -> int:
+    """Of a device."""
+    return driver.active.get_current_stream(device)
 
 
 def _launcher(compiled: Any, described: bool) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:

@@ -20,7 +20,8 @@ from torch import Tensor
 from .. import kernels
 from ..kernels import hopper_launch
 from ..kernels.fresh import fresh
-from ..kernels.plans import Operand, planned, whole
+from ..kernels.plans import Operand, planned
+from ..kernels.tape import taped
 from ..versions import software
 from .define import TAGS, FusedOp, launch, library, nothing
 from .grouped_experts import _grouped_experts, _grouped_experts_backward
@@ -51,7 +52,7 @@ def hopper_refusal(**named: Any) -> str | None:
     return hopper_launch.supported(capability, software()[1], routed(named), down.shape[0], **weights)
 
 
-@whole
+@taped
 def mlp(
     x: Tensor,
     ids: Tensor,
@@ -95,7 +96,7 @@ def _rows(x: Tensor, gather: Tensor | None, weight: Tensor | None, dtype: torch.
 
 
 def _lines(x: Tensor, gather: Tensor | None) -> Tensor:
-    return x if gather is None else x[gather]
+    return x if gather is None else x.index_select(0, gather)
 
 
 def _as(t: Tensor, dtype: torch.dtype) -> Tensor:
@@ -109,7 +110,7 @@ def _nothings(precision: str, *like: Operand) -> Callable[..., list[Tensor]]:
     return lambda *_: [make() for make in new]
 
 
-@whole
+@taped
 def mlp_backward(
     grad: Tensor,
     x: Tensor,
@@ -168,7 +169,7 @@ def mlp_backward(
                 assert p is not None
                 inside = used(ends, torch.arange(order.shape[0], device=order.device))
                 products = torch.where(inside, wide(drows) * wide(_lines(lines, source)), 0)
-                found[1] = products.sum(-1)[inverse].view(ids.shape).to(p.dtype)
+                found[1] = products.sum(-1).index_select(0, inverse).view(ids.shape).to(p.dtype)
             if need_x:
                 found[0] = kernel.combine(drows, p if first else None, None, ids, inverse, ends, x)
     return _given(found, grad)
@@ -234,7 +235,7 @@ def _rows_gradient(
     return drows if w_up is None else drows + product(du, w_up, ends)
 
 
-@whole
+@taped
 def experts(
     rows: Tensor,
     ends: Tensor,
@@ -257,7 +258,7 @@ def experts(
     return kernel.matmul(a, w_down, ends, transposed=True, bias=b_down, zero_tail=True, tiles=tiles), h, u
 
 
-@whole
+@taped
 def experts_backward(
     grad: Tensor,
     rows: Tensor,

@@ -219,7 +219,7 @@ def test_another_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: current[0])
     monkeypatch.setattr(torch.cuda, "device", device)
     launch = prepared.Launch(None, (1,), second, ())
-    launch.direct = lambda tensors: bool(found.append(current[0])) or True
+    launch.direct = lambda tensors, device: bool(found.append(current[0])) or True
     for current[0] in (0, 1):
         before = current[0]
         launch()
