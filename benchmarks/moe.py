@@ -166,16 +166,17 @@ def milliseconds(call: Callable[[], Any], device: str) -> float:
     return do_bench(call, warmup=10, rep=60, return_mode="median")
 
 
-def host_microseconds(call: Callable[[], Any], prepare: Callable[[], Any]) -> float:
+def host_microseconds(call: Callable[[Any], Any], prepare: Callable[[], Any], times: int) -> list[float]:
     """``call(prepare())`` until it returns, with nothing left for the GPU to do before."""
     found = []
-    for _ in range(30):
+    for _ in range(times):
         ready = prepare()
         torch.cuda.synchronize()
         start = time.perf_counter()
-        call(ready)
-        found.append(time.perf_counter() - start)
-    return statistics.median(found) * 1e6
+        result = call(ready)
+        found.append((time.perf_counter() - start) * 1e6)
+        del result, ready
+    return found
 
 
 def saved_mib(forward: Callable[[], Tensor], own: Values) -> float:
@@ -262,6 +263,7 @@ def _rows(
         for c in random.sample(list(ways), len(ways)):
             times[c].append(milliseconds(ways[c].step if both else ways[c].forward, device))
     ms = {c: statistics.median(t) for c, t in times.items()}
+    host = _host(ways, both) if device != "cpu" else {}
     for c, way in ways.items():
         yield {
             "contender": c,
@@ -270,14 +272,19 @@ def _rows(
             "error": f"{max(off[c]) if both else off[c][0]:.1e}",
             "saved MiB": round(saved_mib(way.forward, way.own), 2) if train else "-",
             "same bits": "yes" if way.has_same_bits() else "no",
-            "host us": "-" if device == "cpu" else round(_host(way, both), 1),
+            "host us": "-" if device == "cpu" else round(host[c], 1),
         }
 
 
-def _host(way: Contender, backward: bool) -> float:
-    if backward:
-        return host_microseconds(way.backward, way.forward)
-    return host_microseconds(lambda _: way.forward(), lambda: None)
+def _host(ways: dict[str, Contender], backward: bool) -> dict[str, float]:
+    """Medians over rounds in random order: the processor's clock and caches change between them."""
+    found: dict[str, list[float]] = {c: [] for c in ways}
+    for _ in range(8):
+        for c in random.sample(list(ways), len(ways)):
+            way = ways[c]
+            call, prepare = (way.backward, way.forward) if backward else (lambda _, way=way: way.forward(), lambda: None)
+            found[c] += host_microseconds(call, prepare, 10)
+    return {c: statistics.median(times) for c, times in found.items()}
 
 
 # ------------------------------------------------------------------------------------------------ our pass by number of layers

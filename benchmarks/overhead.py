@@ -143,7 +143,7 @@ def launch_table(tokens: int = 64) -> list[dict[str, Any]]:
     for path in kernels.PATHS:
         for name, call in functions(kernels.path(path), operands).items():
             call()
-            us = host_microseconds(lambda _, call=call: call(), lambda: None)
+            us = statistics.median(host_microseconds(lambda _, call=call: call(), lambda: None, 30))
             rows.append({"path": path, "function": name, "median us": us})
     return rows
 
