@@ -44,6 +44,7 @@ PRIVATE_NAMES: dict[str, str] = {
     "graph_task": "torch._C:_current_graph_task_id",
     "no_dispatch_modes": "torch.utils._python_dispatch:_disable_current_modes",
     "new_tensors": "torch._C._dynamo.guards:_empty_strided_cuda",
+    "tensor_guards": "torch._C._dynamo.guards:TensorGuards",
 }
 
 
@@ -171,6 +172,15 @@ def empty_strided(device: torch.device) -> Callable[[Sequence[int], Sequence[int
     from torch._C._dynamo import guards
 
     return getattr(guards, f"_empty_strided_{device.type}", None)
+
+
+def guards_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """Whether other tensors have the metadata of these, and their types: in a tenth of the time that reading it takes."""
+    from torch._C._dynamo import guards
+
+    sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+    make: Any = guards.TensorGuards  # in 2.11 to 2.14; typed as if it took single sizes
+    return make(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
 
 def is_control_flow(error: BaseException) -> bool:

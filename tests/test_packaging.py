@@ -81,8 +81,9 @@ LAYERS = [
 ]
 """From the bottom up: a module may import those of its own row and of the rows above it in this list."""
 
-WITHOUT_PUBLIC_NAME = ("torch._ops", "torch.utils._pytree")
-"""Names that torch's own documents use: the types of a node's target (OpOverload, HigherOrderOperator), and pytrees."""
+WITHOUT_PUBLIC_NAME = ("torch._ops", "torch.utils._pytree", "torch.utils._python_dispatch.TorchDispatchMode")
+"""Names that torch's own documents use: the types of a node's target (OpOverload, HigherOrderOperator), pytrees, and modes that
+see every operator."""
 
 RANK = {module: rank for rank, row in enumerate(LAYERS) for module in row.split()}
 

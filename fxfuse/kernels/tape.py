@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -30,6 +32,10 @@ DEVICES = {"cuda"}
 """Where passes launch kernels. What stands for kernels elsewhere reads values, on which its steps depend."""
 ATTEMPTS = 3
 """So often a pass is noted in vain before it is let be."""
+SMALL, APART = 2**20, 512
+"""Bytes: what is no larger shares a tensor with others like it, each so far from the one before."""
+RECENT = 8
+"""Tapes of one function that are found by their tensors' guards; others take a key."""
 BY_VALUE = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 """Tags of operators whose results have sizes, or are numbers, that depend on values."""
 Pass = Callable[..., tuple[Tensor, ...]]
@@ -77,22 +83,40 @@ class Tape:
     ``source`` is its text: t and a with a number are a tensor and its address, c with a number is in ``constants``.
     """
 
-    def __init__(self, steps: Sequence[Step], given: int, results: Sequence[int]) -> None:
+    def __init__(self, steps: Sequence[Step], tensors: Sequence[Tensor], given: int, results: Sequence[int]) -> None:
         self.constants: list[Any] = []
         last = {n: at for at, step in enumerate(steps) for n in step.read}
+        others = {*results, *[n for what, read, _ in steps if isinstance(what, Called) for n in read]}
+        new = [made[0] for what, _, made in steps if isinstance(what, Made)]
+        small = [n for n in new if n not in others and n in last and tensors[n].untyped_storage().nbytes() <= SMALL]
+        small = small if len(small) > 1 else []
+        kept = {*results, *small}
         pointed = {n for what, *_ in steps if isinstance(what, Launched) for n in what.numbers.values()}
         names = [f"{kind}{n}" for kind in "ta" for n in range(given)]
         lines = [f"def play({', '.join(['stream', *names])}):"]
+        lines += self._together(small, tensors) if small else []
         for at, (what, read, made) in enumerate(steps):
-            if isinstance(what, Made) and not ({*made} & {*last, *results}):
-                continue  # nobody asks for it
+            if isinstance(what, Made) and (made[0] not in {*last, *results} or made[0] in small):
+                continue  # nobody asks for it, or it is made together with others
             lines += [self._line(what, read, made), *[f"a{n} = t{n}.data_ptr()" for n in made if n in pointed]]
-            lines += [f"del t{n}" for n in dict.fromkeys(read) if last[n] == at and n >= given and n not in results]
+            lines += [f"del t{n}" for n in dict.fromkeys(read) if last[n] == at and n >= given and n not in kept]
         lines.append(f"return {_listed('t', results)}")
         self.source = "\n    ".join(lines)
         space: dict[str, Any] = {f"c{i}": c for i, c in enumerate(self.constants)}
         exec(compile(self.source, "<a pass of fxfuse>", "exec"), space)
         self.play: Pass = space["play"]
+
+    def _together(self, numbers: Sequence[int], tensors: Sequence[Tensor]) -> list[str]:
+        """One tensor for several: small ones cost the host more than memory, and only their addresses are asked for."""
+        from .fresh import fresh
+
+        lines, end = [], 0
+        for n in numbers:
+            lines.append(f"a{n} = base + {end}")
+            end += -(-tensors[n].untyped_storage().nbytes() // APART) * APART
+        like = tensors[numbers[0]]
+        make = fresh((end,), plans.Operand(like.shape, like.stride(), torch.uint8, like.device))
+        return [f"shared = {self._named(make)}()", "base = shared.data_ptr()", *lines]
 
     def _line(self, what: Made | Launched | Called, read: Sequence[int], made: Sequence[int]) -> str:
         if isinstance(what, Launched):
@@ -190,7 +214,7 @@ class Recorder(TorchDispatchMode):
         """Of the pass that returned these; None where it may not be repeated."""
         if self.fails or not all(id(t) in self.numbers for t in results):
             return None
-        return Tape(self.steps, self.given, [self.numbers[id(t)] for t in results])
+        return Tape(self.steps, self.kept, self.given, [self.numbers[id(t)] for t in results])
 
 
 class _Recording(threading.local):
@@ -208,11 +232,32 @@ def recorder() -> Recorder | None:
 # ------------------------------------------------------------------------------------------------ passes
 
 
+@functools.cache
+def _prepared() -> ModuleType:
+    """Loads Triton."""
+    return importlib.import_module("fxfuse.kernels.prepared")
+
+
 class _Kept:
     """What is known of the passes with one key."""
 
     tape: Tape | None = None
     attempts = 0
+
+
+class _Recent(NamedTuple):
+    """A tape, and whether it is that of other arguments, without their key."""
+
+    precision: str
+    described: list[Any]
+    guards: Callable[..., bool]
+    tape: Tape
+
+
+TENSOR = object()
+"""Stands for a tensor among arguments."""
+PLAIN = frozenset({type(None), bool, int, float, str, list})
+"""Types of an operator's arguments that are no tensors; asking for them takes less time than asking for tensors."""
 
 
 def taped(function: Pass) -> Pass:
@@ -223,10 +268,27 @@ def taped(function: Pass) -> Pass:
     wants to see every launch.
     """
     known = plans.bounded(lambda *key: _Kept())
+    recent: list[_Recent] = []
+    plans.forgetting(recent.clear)
+
+    def found(args: tuple[Any, ...], tensors: list[Tensor]) -> Tape | _Kept:
+        precision, described = torch.get_float32_matmul_precision(), [a if type(a) in PLAIN else TENSOR for a in args]
+        for there in recent.copy():
+            if there.described == described and there.precision == precision and there.guards(*tensors):
+                return there.tape
+        plain = [tuple(a) if isinstance(a, list) else a for a in described]
+        kept = known(precision, *plain, *[(t.shape, t.stride(), t.dtype, t.device) for t in tensors])
+        if kept.tape is None:
+            return kept
+        from ..compat import guards_of
+
+        recent.insert(0, _Recent(precision, described, guards_of(tensors), kept.tape))
+        del recent[RECENT:]
+        return kept.tape
 
     @functools.wraps(function)
     def call(*args: Any) -> tuple[Tensor, ...]:
-        tensors = [a for a in args if isinstance(a, Tensor)]
+        tensors = [a for a in args if type(a) not in PLAIN]
         device, bits = tensors[0].device, 0
         addresses = [t.data_ptr() for t in tensors]
         for address in addresses:
@@ -236,23 +298,18 @@ def taped(function: Pass) -> Pass:
         if device.index is not None and torch.accelerator.current_device_index() != device.index:
             with torch.cuda.device(device):
                 return call(*args)
-        key = [
-            (a.shape, a.stride(), a.dtype, a.device) if isinstance(a, Tensor) else tuple(a) if isinstance(a, list) else a
-            for a in args
-        ]
-        kept = known(torch.get_float32_matmul_precision(), *key)
-        from . import prepared
-
+        prepared = _prepared()
         if prepared.hooked():
             return function(*args)
-        if kept.tape is not None:
-            return kept.tape.play(prepared.current_stream(device.index), *tensors, *addresses)
-        if kept.attempts == ATTEMPTS:
+        tape = found(args, tensors)
+        if isinstance(tape, Tape):
+            return tape.play(prepared.current_stream(device.index), *tensors, *addresses)
+        if tape.attempts == ATTEMPTS:
             return function(*args)
-        kept.attempts += 1
+        tape.attempts += 1
         with Recorder(tensors) as notes:
             result = function(*args)
-        kept.tape = notes.tape(result)
+        tape.tape = notes.tape(result)
         return result
 
     return call

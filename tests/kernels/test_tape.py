@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fxfuse.compat import guards_of
 from fxfuse.kernels import hopper_launch, path, plans, prepared, tape
 from fxfuse.kernels.fresh import fresh
 from fxfuse.ops import grouped_kernels
@@ -103,6 +105,30 @@ def test_another_argument_is_another_pass(other: str) -> None:
     for args in (CALL, changed, CALL, changed, new(CALL), new(changed)):
         assert same(function(*args), steps(*args))
     assert len(plainly) == 2
+
+
+def test_guards_tell_metadata_apart() -> None:
+    given = (X, Y)
+    check = guards_of(given)
+    assert check(*given) and check(torch.zeros(4, 16), torch.zeros(3, 16)) and not check(Y, X)
+    others = [torch.zeros(5, 16), torch.zeros(4, 17), torch.zeros(16, 4).t(), X.double(), X.to("meta"), torch.zeros(4, 16, 1)]
+    assert not any(check(other, Y) for other in others)
+
+
+def test_more_kinds_of_passes_than_are_recent() -> None:
+    """In any order, and with absent tensors in other places."""
+    given = [(torch.randn(rows, 16), *CALL[1:]) for rows in range(1, 2 * tape.RECENT)]
+    function, plainly = counted(steps)
+    for args in [*given, *given, *reversed(given), given[0], given[3], given[0]]:
+        assert same(function(*new(args)), steps(*new(args)))
+    assert len(plainly) == len(given)
+    places, plainly = counted(lambda x, y, z: tuple(t + i for i, t in enumerate((x, y, z)) if t is not None))
+    for _ in range(3):
+        for at in range(3):
+            args = [torch.zeros(4), torch.zeros(4)]
+            args.insert(at, None)
+            assert [t[0].item() for t in places(*args)] == [i for i in range(3) if i != at]
+    assert len(plainly) == 3
 
 
 def test_the_precision_of_products_is_part_of_the_key() -> None:
@@ -234,6 +260,50 @@ def play(stream, t0, t1, a0, a1):
     del t8
     del t11
     return t12,t1,"""
+
+
+class Noted(prepared.Direct):
+    """A launch that notes what it is handed."""
+
+    def __init__(self, tensors: int, found: list[list[Any]]) -> None:
+        places = [(i, 4 + i, 8 * (i == 1)) for i in range(tensors)]
+        super().__init__(None, lambda *args: found.append(list(args)), [1, 1, 1, 0, *[0] * tensors, "end"], places, [])
+
+
+def launched_pass(sizes: list[int], found: list[list[Any]]) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    """Makes a tensor of each size, notes a launch with all of them, and returns the last; an operator too reads the first."""
+    new = [fresh((size,), plans.Operand((1,), (1,), torch.uint8, X.device)) for size in sizes]
+    direct = Noted(len(sizes) + 1, found)
+
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        made = [make() for make in new]
+        made[0].fill_(1)
+        notes = tape.recorder()
+        assert notes is not None
+        notes.launched(direct, [x, *made])
+        return (made[-1],)
+
+    return function
+
+
+def test_small_tensors_share_one() -> None:
+    """Those that only launches name; each is apart from the others."""
+    found: list[list[Any]] = []
+    sizes = [64, 5, 512, 513, 0, tape.SMALL, tape.SMALL + 1, 7]
+    taped = noted(launched_pass(sizes, found), X)
+    (result,) = taped.play(3, X, X.data_ptr())
+    shared = [line.split(" = ") for line in taped.source.split("\n    ") if " = base + " in line]
+    names, offsets = zip(*[(name, int(at.removeprefix("base + "))) for name, at in shared], strict=True)
+    assert names == tuple(f"a{n}" for n in (2, 3, 4, 5, 6))  # not the first, the one too large and the result
+    within = sorted(zip(offsets, [5, 512, 513, 0, tape.SMALL], strict=True))
+    assert all(at + size <= after for (at, size), (after, _) in itertools.pairwise(within)) and not any(o % 512 for o in offsets)
+    (again,) = found
+    assert again[:5] == [1, 1, 1, 3, X.data_ptr()] and again[-1] == "end" and result.data_ptr() == again[-2]
+    assert [a - again[6] for a in again[6:11]] == [o - offsets[0] for o in offsets]
+
+
+def test_a_small_tensor_alone_shares_nothing() -> None:
+    assert "base" not in noted(launched_pass([64, 5, tape.SMALL + 1, 7], []), X).source
 
 
 def test_memory_is_freed_in_time() -> None:
@@ -434,6 +504,7 @@ def flat(args: Any) -> Iterator[Any]:
 
 def test_passes_of_the_operators(launched: Callable[..., list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever came before, a pass launches what it launches alone, and the second one of its kind asks for no plan."""
+    monkeypatch.setattr(tape, "SMALL", -1)  # each tensor has its address
     changes: list[dict[str, Any]] = [{}, {"layout": "separate"}, {"dtype": F16}, {"first": True}]
     forwards = [arguments(**c) for c in [*changes, {"save": False}]]
     forwards.append({**forwards[0], "ids": forwards[0]["ids"].int()})
