@@ -179,6 +179,13 @@ def host_microseconds(call: Callable[[Any], Any], prepare: Callable[[], Any], ti
     return found
 
 
+def host(way: Contender, backward: bool, times: int) -> list[float]:
+    """Of the forward, or of the backward alone."""
+    if backward:
+        return host_microseconds(way.backward, way.forward, times)
+    return host_microseconds(lambda _: way.forward(), lambda: None, times)
+
+
 def saved_mib(forward: Callable[[], Tensor], own: Values) -> float:
     arguments = {t.untyped_storage().data_ptr() for t in own}
     sizes: dict[int, int] = {}
@@ -263,7 +270,7 @@ def _rows(
         for c in random.sample(list(ways), len(ways)):
             times[c].append(milliseconds(ways[c].step if both else ways[c].forward, device))
     ms = {c: statistics.median(t) for c, t in times.items()}
-    host = _host(ways, both) if device != "cpu" else {}
+    us = _host(ways, both) if device != "cpu" else {}
     for c, way in ways.items():
         yield {
             "contender": c,
@@ -272,7 +279,7 @@ def _rows(
             "error": f"{max(off[c]) if both else off[c][0]:.1e}",
             "saved MiB": round(saved_mib(way.forward, way.own), 2) if train else "-",
             "same bits": "yes" if way.has_same_bits() else "no",
-            "host us": "-" if device == "cpu" else round(host[c], 1),
+            "host us": "-" if device == "cpu" else round(us[c], 1),
         }
 
 
@@ -281,9 +288,7 @@ def _host(ways: dict[str, Contender], backward: bool) -> dict[str, float]:
     found: dict[str, list[float]] = {c: [] for c in ways}
     for _ in range(8):
         for c in random.sample(list(ways), len(ways)):
-            way = ways[c]
-            call, prepare = (way.backward, way.forward) if backward else (lambda _, way=way: way.forward(), lambda: None)
-            found[c] += host_microseconds(call, prepare, 10)
+            found[c] += host(ways[c], backward, 10)
     return {c: statistics.median(times) for c, times in found.items()}
 
 

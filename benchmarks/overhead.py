@@ -4,6 +4,8 @@
 
 dispatch    microseconds of what Dynamo calls, against the plan that it runs: our choice of a plan alone
 switch      microseconds that entering and leaving another recipe adds to two calls, for each of the two switches
+block       microseconds of the host until a call of the Qwen3-30B-A3B block returns, the GPU being idle, and how many of them are
+            spent in the code of the compiled graph; the rest is Dynamo's, AOTAutograd's and autograd's; on a GPU alone
 launch      microseconds of the host until a function of our kernels returns, the GPU being idle; on a GPU alone
 call        microseconds of one call of a tiny compiled function, Dynamo and AOTAutograd included
 step        one training step of the demo model; the two are run in turn and compared round by round
@@ -12,12 +14,14 @@ step        one training step of the demo model; the two are run in turn and com
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -148,6 +152,44 @@ def launch_table(tokens: int = 64) -> list[dict[str, Any]]:
     return rows
 
 
+def block_table(tokens: Sequence[int], rounds: int) -> list[dict[str, Any]]:
+    """Ten calls of each in turn, a round; medians."""
+    import moe
+    from torch._inductor.output_code import CompiledFxGraph  # what runs a compiled graph in torch 2.11 to 2.14
+
+    inside: list[float] = []
+    run = CompiledFxGraph.__call__
+
+    def timed(self: CompiledFxGraph, inputs: Sequence[Any]) -> Any:
+        start = time.perf_counter()
+        results = run(self, inputs)
+        inside.append((time.perf_counter() - start) * 1e6)
+        return results
+
+    rows = []
+    with mock.patch.object(CompiledFxGraph, "__call__", timed):
+        for count, mode in itertools.product(tokens, moe.MODES):
+            train, both = mode != "inference", mode == "forward+backward"
+            args, ids = moe.arguments(moe.BLOCKS["Qwen3-30B-A3B"], count, "even", "cuda")
+            inputs, grad = [a.requires_grad_(train) for a in args], torch.randn_like(args[0]) if train else None
+            torch._dynamo.reset()
+            with torch.set_grad_enabled(train):
+                ways = {b: moe.Contender(b, inputs, ids, True, grad) for b in BACKENDS}
+                for way in ways.values():
+                    [way.step() for _ in range(4)]
+                us: dict[str, list[float]] = {b: [] for b in BACKENDS}
+                graph: dict[str, list[float]] = {b: [] for b in BACKENDS}
+                for b in [b for i in range(rounds) for b in (BACKENDS if i % 2 else reversed(BACKENDS))]:
+                    inside.clear()
+                    us[b] += moe.host(ways[b], both, 10)
+                    graph[b] += inside[1::2] if both else inside  # a forward comes before each backward
+            for b in BACKENDS:
+                found = {"backend": b, "us": statistics.median(us[b]), "graph us": statistics.median(graph[b])}
+                base = {"to Inductor": ratio(us, b), "graph to Inductor": ratio(graph, b)}
+                rows.append({"tokens": count, "mode": "backward" if both else mode} | found | base)
+    return rows
+
+
 def new_model() -> LanguageModel:
     torch.manual_seed(0)
     return LanguageModel().to("cuda" if torch.cuda.is_available() else "cpu")
@@ -187,7 +229,7 @@ def step_table(rounds: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    tables = ["dispatch", "switch", "call", "step", *(["launch"] if torch.cuda.is_available() else [])]
+    tables = ["dispatch", "switch", "call", "step", *(["launch", "block"] if torch.cuda.is_available() else [])]
     parser.add_argument("tables", nargs="*", default=tables, help=f"{', '.join(tables)} (all)")
     parser.add_argument("--rounds", type=int, default=40)
     args = parser.parse_args()
@@ -195,9 +237,13 @@ def main() -> None:
         record("overhead_dispatch", "choosing the plan of a call, CPU", dispatch_table(max(4, args.rounds // 4)))
     if "switch" in args.tables:
         record("overhead_switch", "choosing another recipe's plan, CPU", switch_table(max(4, args.rounds // 4)))
+    if {"launch", "block"} & {*args.tables} and not torch.cuda.is_available():
+        raise SystemExit("benchmarks/overhead.py launch and block measure launches on a GPU and there is no GPU here")
+    if "block" in args.tables:
+        record(
+            "overhead_block", "host time of the Qwen3-30B-A3B block, GPU idle", block_table((64, 8192), max(4, args.rounds // 4))
+        )
     if "launch" in args.tables:
-        if not torch.cuda.is_available():
-            raise SystemExit("benchmarks/overhead.py launch measures launches on a GPU and there is no GPU here")
         record("overhead_launch", "a function of our kernels until it returns, GPU idle", launch_table())
     if "call" in args.tables:
         record("overhead_call", "one call of a tiny function, CPU", call_table(max(4, args.rounds // 4)))
