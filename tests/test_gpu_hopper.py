@@ -251,7 +251,7 @@ def test_wgrad_is_added_to_a_buffer(dtype: torch.dtype) -> None:
     check(lambda: launch.wgrad(d, x, None, None, case.ends, into=before.clone()), [true], [2**-7 if dtype is BF16 else 2**-14])
 
 
-# ------------------------------------------------------------------------------------------------ narrow last tiles
+# ------------------------------------------------------------------------------------------------ half-empty last tiles
 
 
 @pytest.mark.parametrize("stored_transposed", [False, True])

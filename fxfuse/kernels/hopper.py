@@ -4,8 +4,7 @@ Symbols as in ``ops.grouped_experts``: S rows sorted by expert, E experts, K the
 
 One CTA on each SM, of three partitions. One warp loads boxes by TMA into a ring of stages and claims the next tile; two groups of
 four warps each own 64 of a tile's 128 rows and all of its 256 columns, so that one's epilogue runs under the other's products.
-A group of rows ends where it ends: 64 rows past the end cost a consumer no product, stores are clipped. Where the last tile of
-columns is half empty or more, as for 2880 = 11.25 times 256, only a half or a quarter of it is multiplied.
+A group of rows ends where it ends: 64 rows past the end cost a consumer no product, stores are clipped.
 
 ``hopper_mm``: rows times their expert's matrix, with bias, row scale or activation. ``hopper_dh``: the same with the activation's
 backward. ``hopper_wgrad``: a product over each expert's rows. What they are launched with: ``hopper_launch``.
@@ -53,7 +52,6 @@ __all__ = [
     "unzip",
     "warpgroup_mma",
     "warpgroup_mma_wait",
-    "widened",
     "zip_columns",
 ]
 
@@ -191,16 +189,6 @@ def beside(a, b):
     M: gl.constexpr = a.shape[0]
     N: gl.constexpr = a.shape[1]
     return gl.reshape(gl.permute(gl.join(a, b), (0, 2, 1)), (M, 2 * N))
-
-
-@gluon.jit
-def widened(c, N: gl.constexpr):
-    # An accumulator with zeros behind its columns, as one of N columns: registers are named, nothing moves.
-    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
-    for _i in gl.static_range(2):
-        if c.shape[1] < N:
-            c = beside(c, gl.zeros_like(c))
-    return gl.convert_layout(c, L, assert_trivial=True)
 
 
 @gluon.jit

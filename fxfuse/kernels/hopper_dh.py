@@ -133,7 +133,7 @@ def give_back(empty, s, S: gl.constexpr, SENDS: gl.constexpr):
 @gluon.jit
 def dh_use(
     cid: gl.constexpr, dg, du, scaled, table, p, partial, E, K, across, abuf, bbuf, full, empty, slot, told, heard,
-    S: gl.constexpr, BK: gl.constexpr, BN: gl.constexpr, LAST: gl.constexpr, TB: gl.constexpr, MODE: gl.constexpr,
+    S: gl.constexpr, BK: gl.constexpr, BN: gl.constexpr, TB: gl.constexpr, MODE: gl.constexpr,
     ACT: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr, P: gl.constexpr,
 ):  # fmt: skip
     C: gl.constexpr = BN // 4
@@ -150,7 +150,7 @@ def dh_use(
         seen = gl.where(e < E, end, row)
         if row < last:
             column = n * BN
-            acc, s, phase = products(cid, depth, n == across - 1, s, phase, abuf, bbuf, full, empty, S, BK, BN, LAST, TB)
+            acc, s, phase = products(cid, depth, s, phase, abuf, bbuf, full, empty, S, BK, BN, TB)
             left, right = halves(acc)
             d0, d1 = halves(left)
             d2, d3 = halves(right)
@@ -180,15 +180,15 @@ def dh_use(
 @gluon.jit
 def dh(
     a, b, hg, hu, dg, du, scaled, table, p, partial, E, K, across,
-    S: gl.constexpr, BK: gl.constexpr, BN: gl.constexpr, LAST: gl.constexpr, TB: gl.constexpr, MODE: gl.constexpr,
+    S: gl.constexpr, BK: gl.constexpr, BN: gl.constexpr, TB: gl.constexpr, MODE: gl.constexpr,
     ACT: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr, P: gl.constexpr,
     PRODUCER: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """dA' = a (S, K) times its expert's matrix, in fp32, and from it the gradients before the activation.
 
-    a, b, LAST: as in ``mm``, BK 64. hg, hu: ragged views of what the activation was computed from, dg, du: of its gradient,
-    scaled: of p times the activation's output; boxes (1, 1, 64, BN / 4), in MODE 3 twice as wide for hg and dg. p: (S,) fp32.
-    partial: (S, across) fp32, receives the row sums of dA' times the activation's output by tile of columns.
+    a, b as in ``mm``, BK 64. hg, hu: ragged views of what the activation was computed from, dg, du: of its gradient, scaled: of p
+    times the activation's output; boxes (1, 1, 64, BN / 4), in MODE 3 twice as wide for hg and dg. p: (S,) fp32. partial:
+    (S, across) fp32, receives the row sums of dA' times the activation's output by tile of columns.
 
     What the epilogue reads comes through the stages of the ring, and what it writes leaves from there: it is loaded under the
     products, and no memory is set aside for it.
@@ -203,8 +203,8 @@ def dh(
     fence_async_shared()
     gl.warp_specialize([
         (dh_use, (0, dg, du, scaled, table, p, partial, E, K, across, abuf, bbuf, full, empty, slot, told, heard,
-                  S, BK, BN, LAST, TB, MODE, ACT, LIMIT, ALPHA, P)),
+                  S, BK, BN, TB, MODE, ACT, LIMIT, ALPHA, P)),
         (dh_use, (1, dg, du, scaled, table, p, partial, E, K, across, abuf, bbuf, full, empty, slot, told, heard,
-                  S, BK, BN, LAST, TB, MODE, ACT, LIMIT, ALPHA, P)),
+                  S, BK, BN, TB, MODE, ACT, LIMIT, ALPHA, P)),
         (dh_load, (a, b, hg, hu, table, E, K, across, abuf, bbuf, full, empty, slot, told, heard, S, BK, BN, TB, MODE)),
     ], [4, 1], [CONSUMER, PRODUCER])  # fmt: skip

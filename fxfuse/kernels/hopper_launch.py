@@ -45,11 +45,6 @@ class Config:
     registers: int = 168
     """A thread, before the partitions trade: wgmma of 256 columns is not assembled for fewer than 154."""
 
-    def last(self, width: int) -> int:
-        """Columns of the last tile: a quarter, a half or all of a tile's, as many as the last of ``width`` columns ask for."""
-        rest = (width - 1) % self.columns + 1
-        return next(columns for columns in (self.columns // 4, self.columns // 2, self.columns) if rest <= columns)
-
 
 MM, GATHERED, DH, WGRAD = Config(4, 64), Config(4, 64, producer=56, consumer=224), Config(4, 64), Config(6, 32)
 
@@ -281,8 +276,8 @@ def _dh(
     boxes = [_ragged(v, block if v is not scaled else quarter) for v in (*before, *after, scaled)]
     launch = _launch(
         kernels.dh, tiles.shape[0] * across if rows else 0, config, grad.device, [_rows(grad, config.depth), b, *boxes],
-        (w_down.shape[0], grad.shape[1], across, config.stages, config.depth, config.columns, config.last(inner), order,
-         mode, act, limit, alpha, p is not None),
+        (w_down.shape[0], grad.shape[1], across, config.stages, config.depth, config.columns, order, mode, act, limit, alpha,
+         p is not None),
     )  # fmt: skip
 
     new, new_dh, new_sums = fresh((rows, inner), grad), fresh((rows, width), grad), fresh((rows, across), grad, torch.float32)
@@ -326,7 +321,7 @@ def _wgrad(precision: str, d: Operand, x: Operand, ends: Operand, tiles: Operand
     parts = experts * down * across
     launch = _launch(
         _kernels().wgrad, parts if rows else 0, config, d.device, boxes,
-        (parts, down, across, config.stages, config.depth, config.columns, config.last(m), into is not None),
+        (parts, down, across, config.stages, config.depth, config.columns, into is not None),
     )  # fmt: skip
 
     new = fresh((experts, n, m), d)
@@ -427,12 +422,12 @@ def _mm(
     boxes = [_ragged(r, config.columns // 4) for r in results]
     pitch = _strides(a)[0] if gathers else 0
     experts, columns, _ = weights[0].part.shape
-    across, last = -(-columns // width), config.last(columns) if len(weights) == 1 else config.columns
+    across = -(-columns // width)
     launch = _launch(
         _kernels().mm, tiles.shape[0] * across if rows else 0, config, a.device,
         [_rows(a, config.depth), 0, 0, 0, b, b2, boxes[0], boxes[min(1, len(boxes) - 1)], boxes[-1]],
         (1 if bias is None else bias.stride[0], experts, a.shape[1], columns, across, config.stages, config.depth,
-         config.columns, last, order, *kind, bias is not None, scaled, gathers),
+         config.columns, order, *kind, bias is not None, scaled, gathers),
     )  # fmt: skip
 
     def run(tiles: Tensor, a: Tensor, gather: Tensor | None, w: Tensor, w2: Tensor, out: Tensor, *more: Tensor | None) -> None:

@@ -23,7 +23,7 @@ from .hopper_rows import mm_gather, mm_load, of_columns, of_rows, products, skip
 def mm_use(
     cid: gl.constexpr, out, hg, hu, table, bias, bias_row, scale, E, K, N, across, abuf, bbuf, stage,
     full, empty, slot, told, heard,
-    S: gl.constexpr, BK: gl.constexpr, BN: gl.constexpr, LAST: gl.constexpr, TB: gl.constexpr, MODE: gl.constexpr,
+    S: gl.constexpr, BK: gl.constexpr, BN: gl.constexpr, TB: gl.constexpr, MODE: gl.constexpr,
     ACT: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr, SAVE: gl.constexpr, BIAS: gl.constexpr, SCALE: gl.constexpr,
     GATHER: gl.constexpr,
 ):  # fmt: skip
@@ -39,7 +39,7 @@ def mm_use(
         depth = gl.where(e < E, K, 0)
         seen = gl.where(e < E, end, row)  # past the last expert nothing is read: what is there need not be finite
         if row < last:
-            acc, s, phase = products(cid, depth, n == across - 1, s, phase, abuf, bbuf, full, empty, S, BK, BN, LAST, TB, GATHER)
+            acc, s, phase = products(cid, depth, s, phase, abuf, bbuf, full, empty, S, BK, BN, TB, GATHER)
             p, q = halves(acc)
             left = n * H if MODE == 2 else n * BN
             right = n * H if MODE == 2 else n * BN + H
@@ -94,7 +94,7 @@ def mm_use(
 @gluon.jit
 def mm(
     a, x, pitch, gather, b, b2, out, hg, hu, table, bias, scale, bias_row, E, K, N, across,
-    S: gl.constexpr, BK: gl.constexpr, BN: gl.constexpr, LAST: gl.constexpr, TB: gl.constexpr, MODE: gl.constexpr,
+    S: gl.constexpr, BK: gl.constexpr, BN: gl.constexpr, TB: gl.constexpr, MODE: gl.constexpr,
     ACT: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.constexpr, SAVE: gl.constexpr, BIAS: gl.constexpr, SCALE: gl.constexpr,
     GATHER: gl.constexpr, PRODUCER: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
@@ -104,8 +104,7 @@ def mm(
     before, and a only says how a box lies in shared memory. b: (E, N, K) in boxes (1, BN, BK), or (E, K, N) in boxes (1, BK, BN)
     if TB; in MODE 2 the gate's weight, b2 the up projection's, and the boxes are half as wide in N. out, hg, hu: ragged views in
     boxes (1, 1, 64, BN / 4). table: a list of ``hopper_tiles``. bias: (E, bias_row), in MODE 2 N gate columns and then N up
-    columns. scale: (S,) fp32. N: columns of b. across: tiles side by side. LAST: a quarter, a half or all of BN, no less than the
-    columns of the last tile; BN in MODE 2.
+    columns. scale: (S,) fp32. N: columns of b. across: tiles side by side.
     MODE 0 stores the product, 1 its activation, 2 that of two sets of weight rows, 3 that of even and odd columns.
     Grid: one program an SM; 4 warps, to which the compiler adds those of the other partitions.
     """
@@ -120,9 +119,9 @@ def mm(
     fence_async_shared()
     gl.warp_specialize([
         (mm_use, (0, out, hg, hu, table, bias, bias_row, scale, E, K, N, across, abuf, bbuf, stage,
-                  full, empty, slot, told, heard, S, BK, BN, LAST, TB, MODE, ACT, LIMIT, ALPHA, SAVE, BIAS, SCALE, GATHER)),
+                  full, empty, slot, told, heard, S, BK, BN, TB, MODE, ACT, LIMIT, ALPHA, SAVE, BIAS, SCALE, GATHER)),
         (mm_use, (1, out, hg, hu, table, bias, bias_row, scale, E, K, N, across, abuf, bbuf, stage,
-                  full, empty, slot, told, heard, S, BK, BN, LAST, TB, MODE, ACT, LIMIT, ALPHA, SAVE, BIAS, SCALE, GATHER)),
+                  full, empty, slot, told, heard, S, BK, BN, TB, MODE, ACT, LIMIT, ALPHA, SAVE, BIAS, SCALE, GATHER)),
         (mm_gather, (x, pitch, gather, b, b2, table, E, K, across, abuf, bbuf, full, empty, slot, told, heard,
                      S, BK, BN, TB, MODE))
         if GATHER else

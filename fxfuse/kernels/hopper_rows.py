@@ -16,7 +16,6 @@ from .hopper import (
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
-    widened,
 )
 
 
@@ -125,31 +124,15 @@ def mm_load(
 
 @gluon.jit
 def products(
-    cid: gl.constexpr, depth, edge, s, phase, abuf, bbuf, full, empty,
-    S: gl.constexpr, BK: gl.constexpr, BN: gl.constexpr, LAST: gl.constexpr, TB: gl.constexpr, GATHER: gl.constexpr = False,
-):  # fmt: skip
-    # 64 rows times BN columns, of which the matrix has no more than LAST where the tile is at its edge.
-    if LAST == BN:
-        acc, s, phase = product(cid, depth, s, phase, abuf, bbuf, full, empty, S, BK, BN, BN, TB, GATHER)
-    elif edge:
-        acc, s, phase = product(cid, depth, s, phase, abuf, bbuf, full, empty, S, BK, BN, LAST, TB, GATHER)
-    else:
-        acc, s, phase = product(cid, depth, s, phase, abuf, bbuf, full, empty, S, BK, BN, BN, TB, GATHER)
-    return acc, s, phase
-
-
-@gluon.jit
-def product(
     cid: gl.constexpr, depth, s, phase, abuf, bbuf, full, empty,
-    S: gl.constexpr, BK: gl.constexpr, BN: gl.constexpr, W: gl.constexpr, TB: gl.constexpr, GATHER: gl.constexpr,
+    S: gl.constexpr, BK: gl.constexpr, BN: gl.constexpr, TB: gl.constexpr, GATHER: gl.constexpr = False,
 ):  # fmt: skip
-    # With the first W columns; a stage is given back when the product after it is under way.
-    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
-    acc = gl.zeros([64, W], gl.float32, L)
+    # 64 rows times BN columns; a stage is given back when the product after it is under way.
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    acc = gl.zeros([64, BN], gl.float32, L)
     for k in range(0, depth, BK):
         mbarrier.wait(full.index(s), phase)
         b = bbuf.index(s).reshape([BK, BN]) if TB else bbuf.index(s).reshape([BN, BK]).permute((1, 0))
-        b = b.slice(0, W, dim=1)
         if GATHER:
             fence_async_shared()
         acc = warpgroup_mma(abuf.index(2 * s + cid), b, acc, use_acc=k > 0, is_async=True)
@@ -158,7 +141,7 @@ def product(
         s, phase = step(s, phase, S)
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(empty.index(back(s, S)), count=1, pred=depth > 0)
-    return widened(acc, BN), s, phase
+    return acc, s, phase
 
 
 @gluon.jit

@@ -18,7 +18,6 @@ from .hopper import (
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
-    widened,
 )
 
 
@@ -80,31 +79,11 @@ def emit(out, buffer, bar, parity, v, e, row, column, BYTES: gl.constexpr, ADD: 
 
 
 @gluon.jit
-def product(
-    cid: gl.constexpr, start, end, s, phase, abuf, bbuf, full, empty,
-    S: gl.constexpr, BK: gl.constexpr, BN: gl.constexpr, W: gl.constexpr,
-):  # fmt: skip
-    # With the first W of BN columns; a stage is given back when the product after it is under way.
-    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
-    acc = gl.zeros([64, W], gl.float32, L)
-    for k in range(start, end, BK):
-        mbarrier.wait(full.index(s), phase)
-        a = abuf.index(2 * s + cid).reshape([BK, 64]).permute((1, 0))
-        b = bbuf.index(s).reshape([BK, BN]).slice(0, W, dim=1)
-        acc = warpgroup_mma(a, b, acc, use_acc=k > start, is_async=True)
-        acc = warpgroup_mma_wait(1, deps=[acc])
-        mbarrier.arrive(empty.index(back(s, S)), count=1, pred=k > start)
-        s, phase = step(s, phase, S)
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(empty.index(back(s, S)), count=1, pred=end > start)
-    return widened(acc, BN), s, phase
-
-
-@gluon.jit
 def wgrad_use(
-    cid: gl.constexpr, out, tiles, across, abuf, bbuf, stage, arrived, full, empty, slot, told, heard,
-    S: gl.constexpr, BK: gl.constexpr, BN: gl.constexpr, LAST: gl.constexpr, ADD: gl.constexpr,
+    cid: gl.constexpr, out, tiles, abuf, bbuf, stage, arrived, full, empty, slot, told, heard,
+    S: gl.constexpr, BK: gl.constexpr, BN: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     s = 0
     phase = 0
     j = 0
@@ -112,12 +91,16 @@ def wgrad_use(
     parity = 0
     t, e, start, end, n, m, j, jphase = hear(slot, told, heard, j, jphase)
     while t < tiles:
-        if LAST == BN:
-            acc, s, phase = product(cid, start, end, s, phase, abuf, bbuf, full, empty, S, BK, BN, BN)
-        elif m == across - 1:
-            acc, s, phase = product(cid, start, end, s, phase, abuf, bbuf, full, empty, S, BK, BN, LAST)
-        else:
-            acc, s, phase = product(cid, start, end, s, phase, abuf, bbuf, full, empty, S, BK, BN, BN)
+        acc = gl.zeros([64, BN], gl.float32, L)
+        for k in range(start, end, BK):
+            mbarrier.wait(full.index(s), phase)
+            a = abuf.index(2 * s + cid).reshape([BK, 64]).permute((1, 0))
+            acc = warpgroup_mma(a, bbuf.index(s).reshape([BK, BN]), acc, use_acc=k > start, is_async=True)
+            acc = warpgroup_mma_wait(1, deps=[acc])
+            mbarrier.arrive(empty.index(back(s, S)), count=1, pred=k > start)
+            s, phase = step(s, phase, S)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(empty.index(back(s, S)), count=1, pred=end > start)
         row = n * 128 + cid * 64
         column = m * BN
         left, right = halves(acc)
@@ -140,14 +123,14 @@ def wgrad_use(
 @gluon.jit
 def wgrad(
     d, x, out, ends, table, tiles, down, across,
-    S: gl.constexpr, BK: gl.constexpr, BN: gl.constexpr, LAST: gl.constexpr, ADD: gl.constexpr,
+    S: gl.constexpr, BK: gl.constexpr, BN: gl.constexpr, ADD: gl.constexpr,
     PRODUCER: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
     """out_e = d_e^T x_e over each expert's rows, added to what is there if ADD; zero for an expert without rows.
 
     d (S, N), x (S, M): ragged views in boxes (1, 1, BK, 64) and (1, 1, BK, BN). out: (E, N, M) in boxes (1, 64, BN / 2), or half
     as wide if it is fp32. table: as in ``mm``, for its counter alone. tiles = E down across, down = ceil(N / 128),
-    across = ceil(M / BN). LAST: as in ``mm``, of M.
+    across = ceil(M / BN).
     """
     abuf = gl.allocate_shared_memory(d.dtype, [2 * S, 1, 1, BK, 64], d.layout)
     bbuf = gl.allocate_shared_memory(x.dtype, [S, 1, 1, BK, BN], x.layout)
@@ -160,9 +143,9 @@ def wgrad(
     heard = barriers(2, 2)
     fence_async_shared()
     gl.warp_specialize([
-        (wgrad_use, (0, out, tiles, across, abuf, bbuf, stage, arrived, full, empty, slot, told, heard,
-                     S, BK, BN, LAST, ADD)),
-        (wgrad_use, (1, out, tiles, across, abuf, bbuf, stage, arrived, full, empty, slot, told, heard,
-                     S, BK, BN, LAST, ADD)),
+        (wgrad_use, (0, out, tiles, abuf, bbuf, stage, arrived, full, empty, slot, told, heard,
+                     S, BK, BN, ADD)),
+        (wgrad_use, (1, out, tiles, abuf, bbuf, stage, arrived, full, empty, slot, told, heard,
+                     S, BK, BN, ADD)),
         (wgrad_load, (d, x, ends, table, tiles, down, across, abuf, bbuf, full, empty, slot, told, heard, S, BK, BN)),
     ], [4, 1], [CONSUMER, PRODUCER])  # fmt: skip

@@ -495,7 +495,6 @@ def modules() -> dict[str, types.ModuleType]:
         maximum=lambda a, b: max(a, b) if not isinstance(a, torch.Tensor) else torch.maximum(a, torch.as_tensor(b)),
         split=lambda t: tuple(t.unbind(-1)), join=lambda a, b: torch.stack([a, b], -1),
         permute=lambda t, order: t.permute(*order), reshape=lambda t, shape: t.reshape(*shape),
-        zeros_like=lambda t: tile(torch.zeros_like(t)), convert_layout=lambda t, layout, assert_trivial: t,
         exp2=torch.exp2, abs=torch.abs, inline_asm_elementwise=lambda asm, *args, **options: ASM[asm.split()[0]](*args[1]),
     )  # fmt: skip
     hopper = made_of(

@@ -233,28 +233,12 @@ def test_wgrad_is_added_to_a_buffer(machine: gluon_model.Machine, dtype: torch.d
     assert_close(into, true, 2**-7 if dtype is BF16 else 2**-20)
 
 
-# ------------------------------------------------------------------------------------------------ narrow last tiles
-
-
-def test_the_last_tile_is_as_narrow_as_what_is_left() -> None:
-    widths = {8: 64, 64: 64, 72: 128, 128: 128, 136: 256, 256: 256, 320: 64, 1408: 128, 2048: 256, 2880: 64}
-    assert {width: launch.MM.last(width) for width in widths} == widths
-    assert launch.MM.last(0) == launch.MM.columns  # nothing is launched
-
-
-@pytest.mark.parametrize("width", [64, 320, 328, 384, 392])
+@pytest.mark.parametrize("width", [64, 320, 392])
 def test_last_tiles_of_every_width(machine: gluon_model.Machine, width: int) -> None:
     test_matmul(machine, "tail", width, 72, width % 64 == 0)
     test_up(machine, "tail", width, width % 64 == 0, "interleaved", True)
-    test_up(machine, "tail", width, width % 64 > 0, "plain", True)
     test_dh(machine, "tail", width, width % 64 == 0, "interleaved", True)
     test_wgrad(machine, "tail", 72, width)
-
-
-@pytest.mark.parametrize("width", [1408, 2880])
-def test_last_tiles_of_models(machine: gluon_model.Machine, width: int) -> None:
-    test_matmul(machine, "balanced", width, 40, False)
-    test_wgrad(machine, "balanced", 40, width)
 
 
 # ------------------------------------------------------------------------------------------------ one list of tiles
@@ -340,9 +324,6 @@ MUTANTS = {
     "no fence after copies by threads": ("hopper_rows.py", "            fence_async_shared()\n", "            pass\n"),
     "copies by threads that nobody waits for": ("hopper_mm.py", "129 if GATHER else 1", "1"),
     "rows of the next tile": ("hopper_wgrad.py", "        start = start1\n", ""),
-    "every tile is as narrow as the last": ("hopper_rows.py", "elif edge:", "elif True:"),
-    "another tile than the last is narrow": ("hopper_dh.py", "n == across - 1", "n == 0"),
-    "another tile of a gradient than the last is narrow": ("hopper_wgrad.py", "m == across - 1", "m == 0"),
     "the counter is left where it is": ("hopper.py", "claimed == tiles - 1", "claimed == tiles"),
     "the counter begins anew too early": ("hopper.py", "claimed == tiles - 1", "claimed == tiles - 2"),
 }
@@ -354,7 +335,7 @@ def shows(folder: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
         with launching(gluon_model.kernels(folder), seed, monkeypatch) as machine:
             try:
                 test_up(machine, "skewed", 136, False, "concat", True)
-                test_dh(machine, "tail", 328, True, "concat", True)
+                test_dh(machine, "tail", 72, True, "concat", True)
                 test_wgrad(machine, "skewed", 136, 520)
                 test_up_of_gathered_rows_with_bias_and_clamps(machine, "concat", True)
                 test_products_take_turns_with_one_list(machine, "skewed", 6)
