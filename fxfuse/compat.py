@@ -456,20 +456,25 @@ def late_tracing(context: Any) -> Iterator[None]:
     ):
         if hasattr(context, name):
             setattr(fresh, name, getattr(context, name))
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(tracing(fresh))
-        if hasattr(torch.compiler, "_compile_session_context"):  # 2.13 on: other threads' calls are not taken for traced ones
-            stack.enter_context(torch.compiler._compile_session_context())
-        else:  # they are, and are to run as they are written instead of being refused
-            stack.enter_context(torch._dynamo.config.patch(error_on_nested_fx_trace=False))
+    with tracing(fresh):
         yield
 
 
-def compile_lock() -> Any:
-    """Dynamo's lock: one compile at a time in a process (some flags of a trace are global)."""
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Under Dynamo's lock: one compile at a time in a process, as some flags of a trace are global.
+
+    One says that something is traced, for which compiled calls of other threads would be refused. From 2.13 on another one says
+    that this is a compilation, and they are not; before, they run as they are written.
+    """
     from torch._dynamo.convert_frame import compile_lock
 
-    return compile_lock
+    if hasattr(torch.compiler, "_compile_session_context"):
+        let = torch.compiler._compile_session_context()
+    else:
+        let = torch._dynamo.config.patch(error_on_nested_fx_trace=False)
+    with compile_lock, let:
+        yield
 
 
 def in_backward() -> bool:

@@ -146,7 +146,7 @@ class Dispatch:
         """The plan of this name, built by the first thread that asks. A thread whose plan is there never waits for a build."""
         plan = self.plans.get(name)
         if plan is None:
-            with compat.compile_lock():
+            with compat.compiling():
                 plan = self.plans.get(name)
                 if plan is None:
                     plan = self.plans[name] = self._build(chosen, fusions, late, told)

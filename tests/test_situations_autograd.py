@@ -14,6 +14,7 @@ from situations import FUSED, Block, assert_fused, assert_same, check, compiled,
 from torch import Tensor, nn
 
 import fxfuse
+from fxfuse.dispatch import Dispatch
 
 
 def test_retained_graph_gives_the_same_gradients_twice() -> None:
@@ -239,6 +240,32 @@ def test_first_call_from_two_threads() -> None:
     want = model(x)
     for got in in_threads(lambda: run(x), lambda: run(x)):
         torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("recipe", ["default", "strict"])
+def test_a_thread_calls_while_another_compiles(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while that one traces, which a flag of the whole process says. The recipe's plan is the first one or a late one."""
+    if not hasattr(torch.fx._symbolic_trace, "_is_fx_tracing_flag"):
+        pytest.skip("no flag of the whole process says so in this torch")
+    model, x = Block(), rows()
+    run, other = compiled(model), compiled(Block())
+    want = model(x)
+    run(x)
+    other(x)
+    build, busily = Dispatch._build, []
+
+    def busy(self: Dispatch, *args: Any, **options: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.fx._symbolic_trace, "_is_fx_tracing_flag", True)
+            (got,) = in_threads(lambda: run(x))
+        torch.testing.assert_close(got, want)
+        busily.append(got)
+        return build(self, *args, **options)
+
+    monkeypatch.setattr(Dispatch, "_build", busy)
+    with fxfuse.use_recipe(recipe):
+        (compiled(nn.Softplus()) if recipe == "default" else other)(x)
+    assert busily
 
 
 def test_recipes_of_two_threads_do_not_mix() -> None:
