@@ -18,7 +18,6 @@ KEPT = 512
 ALIGNMENT = 16
 """Bytes: what functions, Triton and TMA ask of an address is whether it is a multiple. New tensors' addresses are."""
 _caches: list[Any] = []
-_forgetting: list[Callable[[], None]] = []
 Result = TypeVar("Result")
 
 
@@ -35,13 +34,7 @@ def bounded(function: Callable[..., Result]) -> Callable[..., Result]:
     """``function``, whose last results are kept until ``forget``."""
     kept = functools.lru_cache(maxsize=KEPT)(function)
     _caches.append(kept)
-    forgetting(kept.cache_clear)
     return kept
-
-
-def forgetting(drop: Callable[[], None]) -> None:
-    """Have ``drop`` called where plans are dropped."""
-    _forgetting.append(drop)
 
 
 def planned(prepare: Callable[..., Callable[..., Result]]) -> Callable[..., Result]:
@@ -62,8 +55,8 @@ def planned(prepare: Callable[..., Callable[..., Result]]) -> Callable[..., Resu
 
 def forget() -> None:
     """Drop all plans, after a change of a table or of Triton's settings."""
-    for forgets in _forgetting:
-        forgets()
+    for cache in _caches:
+        cache.cache_clear()
 
 
 def precision(dtype: torch.dtype) -> str:

@@ -246,12 +246,12 @@ class _Kept:
 
 
 class _Recent(NamedTuple):
-    """A tape, and whether it is that of other arguments, without their key."""
+    """What has a tape, and whether it is that of other arguments, without their key."""
 
     precision: str
     described: list[Any]
     guards: Callable[..., bool]
-    tape: Tape
+    kept: _Kept
 
 
 TENSOR = object()
@@ -268,23 +268,22 @@ def taped(function: Pass) -> Pass:
     wants to see every launch.
     """
     known = plans.bounded(lambda *key: _Kept())
-    recent: list[_Recent] = []
-    plans.forgetting(recent.clear)
+    recent: Callable[[], list[_Recent]] = plans.bounded(lambda: [])
 
-    def found(args: tuple[Any, ...], tensors: list[Tensor]) -> Tape | _Kept:
+    def found(args: tuple[Any, ...], tensors: list[Tensor]) -> _Kept:
         precision, described = torch.get_float32_matmul_precision(), [a if type(a) in PLAIN else TENSOR for a in args]
-        for there in recent.copy():
+        some = recent()
+        for there in some.copy():
             if there.described == described and there.precision == precision and there.guards(*tensors):
-                return there.tape
+                return there.kept
         plain = [tuple(a) if isinstance(a, list) else a for a in described]
         kept = known(precision, *plain, *[(t.shape, t.stride(), t.dtype, t.device) for t in tensors])
-        if kept.tape is None:
-            return kept
-        from ..compat import guards_of
+        if kept.tape is not None:
+            from ..compat import guards_of
 
-        recent.insert(0, _Recent(precision, described, guards_of(tensors), kept.tape))
-        del recent[RECENT:]
-        return kept.tape
+            some.insert(0, _Recent(precision, described, guards_of(tensors), kept))
+            del some[RECENT:]
+        return kept
 
     @functools.wraps(function)
     def call(*args: Any) -> tuple[Tensor, ...]:
@@ -301,15 +300,15 @@ def taped(function: Pass) -> Pass:
         prepared = _prepared()
         if prepared.hooked():
             return function(*args)
-        tape = found(args, tensors)
-        if isinstance(tape, Tape):
-            return tape.play(prepared.current_stream(device.index), *tensors, *addresses)
-        if tape.attempts == ATTEMPTS:
+        kept = found(args, tensors)
+        if kept.tape is not None:
+            return kept.tape.play(prepared.current_stream(device.index), *tensors, *addresses)
+        if kept.attempts == ATTEMPTS:
             return function(*args)
-        tape.attempts += 1
+        kept.attempts += 1
         with Recorder(tensors) as notes:
             result = function(*args)
-        tape.tape = notes.tape(result)
+        kept.tape = notes.tape(result)
         return result
 
     return call

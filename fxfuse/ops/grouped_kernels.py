@@ -74,13 +74,14 @@ def mlp(
     """``fxfuse::grouped_mlp``."""
     kernel = _functions(path, w_gate)
     experts = w_down.shape[0]
+    tokens = weight = None
     if ends is None:
         order, tokens, inverse, counted = kernel.route(ids, experts)
     else:
         order, inverse, counted = route(ids, experts, ends)
-        tokens, _ = kernel.sorted_pairs(order, None, ids.shape[1])
+    if tokens is None or first:
+        tokens, weight = kernel.sorted_pairs(order, p if first else None, ids.shape[1])
     tiles = kernel.tile_list(counted, order.shape[0])
-    weight = kernel.sorted_pairs(order, p, ids.shape[1])[1] if first else None
     rows, gather = _rows(x, tokens, weight, w_gate.dtype)
     a, h, u = kernel.up(rows, gather, w_gate, w_up, b_gate, counted, act, layout, limit, alpha, save, tiles=tiles)
     y = kernel.matmul(a, w_down, counted, transposed=True, bias=None, zero_tail=False, tiles=tiles)
