@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 from types import ModuleType
 from typing import NamedTuple
 
@@ -22,13 +23,23 @@ import torch
 
 
 class Path(NamedTuple):
-    """Where a path's functions are, and whether its products read rows that are to be gathered where they lie."""
+    """Where a path's functions are, and which products read rows that are to be gathered where they lie."""
 
     module: str
     gathers: bool
+    """All do, a backward's too."""
+    gathers_below: float
+    """The first linear does, if it has fewer columns than this; for more it is faster to gather once."""
+
+    def spreads(self, columns: int) -> bool:
+        """Whether a forward gathers before a first linear of this many columns."""
+        return columns >= self.gathers_below
 
 
-PATHS = {"portable": Path("fxfuse.kernels.portable", True), "hopper": Path("fxfuse.kernels.hopper_path", False)}
+PATHS = {
+    "portable": Path("fxfuse.kernels.portable", True, math.inf),
+    "hopper": Path("fxfuse.kernels.hopper_path", False, 4096),
+}
 """By name: plain Triton, for every GPU from sm_80 on; Gluon, for sm_90."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CAPABILITY = (8, 0)

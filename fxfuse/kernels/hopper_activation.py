@@ -6,7 +6,11 @@ from above and u on both sides. All in fp32.
 
 from __future__ import annotations
 
+import triton.language as tl
+
 from .hopper import gl, gluon
+
+NAN = gl.constexpr(tl.PropagateNan.ALL)
 
 
 @gluon.jit
@@ -22,15 +26,25 @@ def reciprocal(x):
 
 
 @gluon.jit
-def sigmoid(x):
-    return reciprocal(1 + exp2(x * -1.4426950408889634))
+def sigmoid(x, SCALE: gl.constexpr = 1.0):
+    # Of SCALE x.
+    return reciprocal(1 + exp2(x * (-1.4426950408889634 * SCALE)))
+
+
+@gluon.jit
+def where_at_most(x, BOUND: gl.constexpr, y):
+    # y where x <= BOUND and else 0. The compiler would compare what x was widened from, two at a time, and take the results apart.
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.le.f32 p, $1, $2; selp.f32 $0, $3, 0f00000000, p; }", "=f,f,f,f", [x, BOUND, y],
+        dtype=gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
 def value_and_slope(x, ACT: gl.constexpr, ALPHA: gl.constexpr):
     # The activations of ops.activations, or x sigmoid(ALPHA x), in fp32.
     if ALPHA is not None:
-        s = sigmoid(x * ALPHA)
+        s = sigmoid(x, ALPHA)
         value = x * s
         slope = s + ALPHA * value * (1 - s)
     elif ACT == "silu":
@@ -38,7 +52,7 @@ def value_and_slope(x, ACT: gl.constexpr, ALPHA: gl.constexpr):
         value = x * s
         slope = s + value * (1 - s)
     elif ACT == "quick_gelu":
-        s = sigmoid(x * 1.702)
+        s = sigmoid(x, 1.702)
         value = x * s
         slope = s + 1.702 * value * (1 - s)
     elif ACT == "gelu":
@@ -75,7 +89,7 @@ def value_and_slope(x, ACT: gl.constexpr, ALPHA: gl.constexpr):
 @gluon.jit
 def clamped(g, LIMIT: gl.constexpr):
     if LIMIT is not None:
-        g = gl.where(g > LIMIT, LIMIT, g)
+        g = gl.minimum(g, LIMIT, propagate_nan=NAN)
     return g
 
 
@@ -83,7 +97,7 @@ def clamped(g, LIMIT: gl.constexpr):
 def factor(u, LIMIT: gl.constexpr, ALPHA: gl.constexpr):
     # What multiplies the gate's activation.
     if LIMIT is not None:
-        u = gl.where(u > LIMIT, LIMIT, gl.where(u < -LIMIT, -LIMIT, u))
+        u = gl.maximum(gl.minimum(u, LIMIT, propagate_nan=NAN), -LIMIT, propagate_nan=NAN)
     if ALPHA is not None:
         u = u + 1
     return u
@@ -105,7 +119,7 @@ def activated_backward(g, ACT: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.cons
     # The activation and da/dg.
     value, slope = value_and_slope(clamped(g, LIMIT), ACT, ALPHA)
     if LIMIT is not None:
-        slope = gl.where(g <= LIMIT, slope, 0.0)
+        slope = where_at_most(g, LIMIT, slope)
     return value, slope
 
 
@@ -116,5 +130,5 @@ def gated_backward(g, u, ACT: gl.constexpr, LIMIT: gl.constexpr, ALPHA: gl.const
     times = factor(u, LIMIT, ALPHA)
     upward = value
     if LIMIT is not None:
-        upward = gl.where((u >= -LIMIT) & (u <= LIMIT), value, 0.0)
+        upward = where_at_most(gl.abs(u), LIMIT, value)
     return value * times, slope * times, upward

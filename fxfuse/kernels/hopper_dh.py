@@ -124,10 +124,10 @@ def dh_slice(
 
 
 @gluon.jit
-def give_back(empty, s, S: gl.constexpr, SENDS: gl.constexpr):
-    # The stage before s, once all but the last sends have been read.
+def give_back(empty, s, S: gl.constexpr, SENDS: gl.constexpr, there=True):
+    # The stage before s, once all but the last sends have been read; if it is one of theirs.
     tma.store_wait(SENDS)
-    mbarrier.arrive(empty.index(back(s, S)), count=1)
+    mbarrier.arrive(empty.index(back(s, S)), count=1, pred=there)
 
 
 @gluon.jit
@@ -151,25 +151,22 @@ def dh_use(
         if row < last:
             column = n * BN
             acc, s, phase = products(cid, depth, s, phase, abuf, bbuf, full, empty, S, BK, BN, TB)
-            left, right = halves(acc)
-            d0, d1 = halves(left)
-            d2, d3 = halves(right)
-            sums = dh_slice(cid, d0, dg, du, scaled, p, row, end, seen, column, s, phase, abuf, bbuf, full,
-                            BN, MODE, ACT, LIMIT, ALPHA, P)  # fmt: skip
-            s, phase = step(s, phase, S)
-            sums += dh_slice(cid, d1, dg, du, scaled, p, row, end, seen, column + C, s, phase, abuf, bbuf, full,
-                             BN, MODE, ACT, LIMIT, ALPHA, P)  # fmt: skip
-            give_back(empty, s, S, SENDS)
-            s, phase = step(s, phase, S)
-            sums += dh_slice(cid, d2, dg, du, scaled, p, row, end, seen, column + 2 * C, s, phase, abuf, bbuf, full,
-                             BN, MODE, ACT, LIMIT, ALPHA, P)  # fmt: skip
-            give_back(empty, s, S, SENDS)
-            s, phase = step(s, phase, S)
-            sums += dh_slice(cid, d3, dg, du, scaled, p, row, end, seen, column + 3 * C, s, phase, abuf, bbuf, full,
-                             BN, MODE, ACT, LIMIT, ALPHA, P)  # fmt: skip
-            give_back(empty, s, S, SENDS)
-            s, phase = step(s, phase, S)
-            i = row + gl.arange(0, 64, layout=gl.SliceLayout(1, d0.type.layout))
+            part, rest = halves(acc)
+            sums = gl.zeros([64], gl.float32, gl.SliceLayout(1, halves(part)[0].type.layout))
+            # A loop, so that its code is there once: all four slices of both consumers are more than an SM keeps at hand.
+            for half in range(2):
+                left, right = halves(part)
+                sums += dh_slice(cid, left, dg, du, scaled, p, row, end, seen, column, s, phase, abuf, bbuf, full,
+                                 BN, MODE, ACT, LIMIT, ALPHA, P)  # fmt: skip
+                give_back(empty, s, S, SENDS, half > 0)
+                s, phase = step(s, phase, S)
+                sums += dh_slice(cid, right, dg, du, scaled, p, row, end, seen, column + C, s, phase, abuf, bbuf, full,
+                                 BN, MODE, ACT, LIMIT, ALPHA, P)  # fmt: skip
+                give_back(empty, s, S, SENDS)
+                s, phase = step(s, phase, S)
+                part = rest
+                column += 2 * C
+            i = row + gl.arange(0, 64, layout=gl.SliceLayout(1, halves(part)[0].type.layout))
             gl.store(partial + i.to(gl.int64) * across + n, sums, mask=i < end)
             give_back(empty, s, S, 0)
         else:

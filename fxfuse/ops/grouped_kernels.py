@@ -83,6 +83,8 @@ def mlp(
         tokens, weight = kernel.sorted_pairs(order, p if first else None, ids.shape[1])
     tiles = kernel.tile_list(counted, order.shape[0])
     rows, gather = _rows(x, tokens, weight, w_gate.dtype)
+    if gather is not None and kernels.PATHS[path].spreads(w_gate.shape[1] + (0 if w_up is None else w_up.shape[1])):
+        rows, gather = kernel.spread(rows, None, None, inverse, ids.shape[1])[0], None
     a, h, u = kernel.up(rows, gather, w_gate, w_up, b_gate, counted, act, layout, limit, alpha, save, tiles=tiles)
     y = kernel.matmul(a, w_down, counted, transposed=True, bias=None, zero_tail=False, tiles=tiles)
     out = kernel.combine(y, None if first else p, b_down, ids, inverse, counted, x)

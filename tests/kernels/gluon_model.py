@@ -467,8 +467,22 @@ def expect(bar: Barrier, size: int) -> None:
     bar.arrive(1, size)
 
 
-ASM = {"ex2.approx.ftz.f32": torch.exp2, "rcp.approx.ftz.f32": torch.reciprocal}
-"""Instructions, as exact functions."""
+ASM: dict[str, Callable[..., Any]] = {
+    "ex2.approx.ftz.f32": torch.exp2,
+    "rcp.approx.ftz.f32": torch.reciprocal,
+    "setp.le.f32": lambda x, bound, y: torch.where(x <= bound, y, 0.0),
+}
+"""Instructions, as exact functions of what the text that begins with them is given."""
+
+
+def assembled(text: str, *args: Any, **options: Any) -> Any:
+    (instruction,) = [known for known in ASM if known in text]
+    return ASM[instruction](*args[1])
+
+
+def extremum(function: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Of tensors NaN where one is, of integers as usual."""
+    return lambda a, b, **options: function(a, torch.as_tensor(b)) if isinstance(a, torch.Tensor) else plain(a, b)
 
 
 def modules() -> dict[str, types.ModuleType]:
@@ -492,10 +506,10 @@ def modules() -> dict[str, types.ModuleType]:
         zeros=lambda shape, dtype, layout: tile(torch.zeros(shape, dtype=dtype)),
         arange=lambda start, end, layout: tile(torch.arange(start, end)),
         max=lambda t, axis: Int(t.max().item()), sum=lambda t, axis: t.sum(axis),
-        maximum=lambda a, b: max(a, b) if not isinstance(a, torch.Tensor) else torch.maximum(a, torch.as_tensor(b)),
+        maximum=extremum(torch.maximum, max), minimum=extremum(torch.minimum, min),
         split=lambda t: tuple(t.unbind(-1)), join=lambda a, b: torch.stack([a, b], -1),
         permute=lambda t, order: t.permute(*order), reshape=lambda t, shape: t.reshape(*shape),
-        exp2=torch.exp2, abs=torch.abs, inline_asm_elementwise=lambda asm, *args, **options: ASM[asm.split()[0]](*args[1]),
+        exp2=torch.exp2, abs=torch.abs, inline_asm_elementwise=assembled,
     )  # fmt: skip
     hopper = made_of(
         f"{NAMES}.gluon.language.nvidia.hopper",
