@@ -383,7 +383,7 @@ def test_tf32_only_where_it_is_allowed(path: str) -> None:
 
 
 def candidate_names() -> list[str]:
-    return sorted({c.name for op, _ in grouped_kernels.FUNCTIONS for c in op.candidates})
+    return sorted({c.name for op, *_ in grouped_kernels.PASSES for c in op.candidates})
 
 
 def block(dtype: torch.dtype, layout: str, tokens: int = 97) -> dict[str, Any]:

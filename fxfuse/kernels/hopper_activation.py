@@ -33,7 +33,7 @@ def sigmoid(x, SCALE: gl.constexpr = 1.0):
 
 @gluon.jit
 def where_at_most(x, BOUND: gl.constexpr, y):
-    # y where x <= BOUND and else 0. The compiler would compare what x was widened from, two at a time, and take the results apart.
+    # y where x <= BOUND and else 0. The compiler would compare what x was widened from, two at a time, and take results apart.
     return gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.le.f32 p, $1, $2; selp.f32 $0, $3, 0f00000000, p; }", "=f,f,f,f", [x, BOUND, y],
         dtype=gl.float32, is_pure=True, pack=1,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .define import FusedOp
-from .grouped_kernels import FUNCTIONS, hopper_refusal, refusal, routed
+from .grouped_kernels import PASSES, Results, hopper_refusal, placed, refusal, routed
 
 ROWS = 16
 
@@ -22,15 +22,15 @@ def path_for(named: dict[str, Any]) -> str | None:
     return "portable" if refusal(**named) is None else None
 
 
-def _register(op: FusedOp, function: Callable[..., Any]) -> None:
+def _register(op: FusedOp, function: Callable[..., Any], results: Results) -> None:
     names = [argument.name for argument in op.overload._schema.arguments]
 
     def call(*args: Any) -> Any:
         path = path_for(dict(zip(names, args, strict=True)))
-        return op.reference(*args) if path is None else function(*args, path)
+        return op.reference(*args) if path is None else placed(function(*args, path), results(*args), args[0])
 
     op.eager.append(call)
 
 
-for _op, _function in FUNCTIONS:
-    _register(_op, _function)
+for _pass in PASSES:
+    _register(*_pass)

@@ -10,7 +10,7 @@ lies between its launches costs the host little. On a CPU the kernels' twins run
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -19,11 +19,9 @@ from torch import Tensor
 
 from .. import kernels
 from ..kernels import hopper_launch
-from ..kernels.fresh import fresh
-from ..kernels.plans import Operand, planned
 from ..kernels.tape import taped
 from ..versions import software
-from .define import TAGS, FusedOp, launch, library, nothing
+from .define import TAGS, FusedOp, launch, library
 from .grouped_experts import _grouped_experts, _grouped_experts_backward
 from .grouped_mlp import _grouped_mlp, _grouped_mlp_backward, route
 from .grouped_mm import used, wide
@@ -89,8 +87,8 @@ def mlp(
     y = kernel.matmul(a, w_down, counted, transposed=True, bias=None, zero_tail=False, tiles=tiles)
     out = kernel.combine(y, None if first else p, b_down, ids, inverse, counted, x)
     if not save:
-        return out, h, u, *_nothings(order, order, counted)
-    return out, h, u, order, inverse, counted if ends is None else nothing(ends)
+        return (out,)
+    return _there(out, h, None if w_up is None else u, order, inverse, counted if ends is None else None)
 
 
 def _rows(x: Tensor, gather: Tensor | None, weight: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
@@ -104,13 +102,6 @@ def _lines(x: Tensor, gather: Tensor | None) -> Tensor:
 
 def _as(t: Tensor, dtype: torch.dtype) -> Tensor:
     return t if t.dtype is dtype else t.to(dtype)
-
-
-@planned
-def _nothings(precision: str, *like: Operand) -> Callable[..., list[Tensor]]:
-    """``nothing`` for each."""
-    new = [fresh((0,), t) for t in like]
-    return lambda *_: [make() for make in new]
 
 
 @taped
@@ -175,13 +166,11 @@ def mlp_backward(
                 found[1] = products.sum(-1).index_select(0, inverse).view(ids.shape).to(p.dtype)
             if need_x:
                 found[0] = kernel.combine(drows, p if first else None, None, ids, inverse, ends, x)
-    return _given(found, grad)
+    return _there(*found)
 
 
-def _given(found: list[Tensor | None], like: Tensor) -> tuple[Tensor, ...]:
-    """What was found, and nothing for what was not."""
-    absent = iter(_nothings(*[like for t in found if t is None]))
-    return tuple(next(absent) if t is None else t for t in found)
+def _there(*found: Tensor | None) -> tuple[Tensor, ...]:
+    return tuple(t for t in found if t is not None)
 
 
 def _sorted(
@@ -253,12 +242,13 @@ def experts(
     alpha: float | None,
     save: bool,
     path: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """``fxfuse::grouped_experts``."""
     kernel = _functions(path, w_gate)
     tiles = kernel.tile_list(ends, rows.shape[0])
     a, h, u = kernel.up(rows, None, w_gate, w_up, b_gate, ends, act, layout, limit, alpha, save, tiles=tiles)
-    return kernel.matmul(a, w_down, ends, transposed=True, bias=b_down, zero_tail=True, tiles=tiles), h, u
+    y = kernel.matmul(a, w_down, ends, transposed=True, bias=b_down, zero_tail=True, tiles=tiles)
+    return _there(y, h, None if w_up is None else u) if save else (y,)
 
 
 @taped
@@ -302,7 +292,7 @@ def experts_backward(
             found[4] = kernel.bias_gradient(dh, ends, None, None)
         if need_rows:
             found[0] = _rows_gradient(kernel, dh, du, w_gate, w_up, ends, tiles, True)
-    return _given(found, grad)
+    return _there(*found)
 
 
 def _functions(path: str, like: Tensor) -> ModuleType:
@@ -313,35 +303,77 @@ def _functions(path: str, like: Tensor) -> ModuleType:
 # ------------------------------------------------------------------------------------------------ as operators
 
 
-FUNCTIONS: tuple[tuple[FusedOp, Callable[..., Any]], ...] = (
-    (_grouped_mlp, mlp),
-    (_grouped_mlp_backward, mlp_backward),
-    (_grouped_experts, experts),
-    (_grouped_experts_backward, experts_backward),
+Results = Callable[..., list[torch.dtype | None]]
+"""Given an operator's arguments: of each of its results None, or the dtype of the empty tensor that stands for it."""
+
+
+def _mlp_results(x: Tensor, ids: Tensor, p: Any, ends: Tensor | None, *rest: Any) -> list[torch.dtype | None]:
+    (w_gate, w_up, *_, save), order = rest, None if rest[-1] else torch.int64
+    of_h, of_u = (None if there else w_gate.dtype for there in (save, save and w_up is not None))
+    return [None, of_h, of_u, order, order, None if save and ends is None else torch.int32]
+
+
+def _experts_results(rows: Tensor, ends: Tensor, w_gate: Tensor, w_up: Tensor | None, *rest: Any) -> list[torch.dtype | None]:
+    return [None, *[None if there else w_gate.dtype for there in (rest[-1], rest[-1] and w_up is not None)]]
+
+
+def _gradients(grad: Tensor, *rest: Any) -> list[torch.dtype | None]:
+    return [None if wanted else grad.dtype for wanted in rest[-1]]
+
+
+def placed(found: Sequence[Tensor], results: list[torch.dtype | None], like: Tensor) -> tuple[Tensor, ...]:
+    """What was found in its places among an operator's results, and empty tensors in the others."""
+    there = iter(found)
+    return tuple(next(there) if dtype is None else like.new_empty(0, dtype=dtype) for dtype in results)
+
+
+PASSES: tuple[tuple[FusedOp, Callable[..., Any], Results], ...] = (
+    (_grouped_mlp, mlp, _mlp_results),
+    (_grouped_mlp_backward, mlp_backward, _gradients),
+    (_grouped_experts, experts, _experts_results),
+    (_grouped_experts_backward, experts_backward, _gradients),
 )
+"""Each takes the arguments of its operator and a path."""
 
 
-def _operator(op: FusedOp, function: Callable[..., Any]) -> Any:
-    """``fxfuse::<op>_kernels``: the arguments of ``op`` and the path; where a launch fails, the reference of ``op``."""
+def _operator(op: FusedOp, function: Callable[..., Any], results: Results) -> Any:
+    """``fxfuse::<op>_kernels``: the arguments of ``op`` and the path; where a launch fails, the reference of ``op``.
+
+    It returns what is there alone: to make an empty tensor and to hand it over costs the host as much as a large one.
+    """
     name = op.overload.overloadpacket.__name__
     kernels_name = f"{name}_kernels"
     if not hasattr(torch.ops.fxfuse, kernels_name):  # a reloaded module finds its operator defined
-        arguments, results = str(op.overload._schema).removeprefix(f"fxfuse::{name}(").split(") -> ")
+        arguments, _ = str(op.overload._schema).removeprefix(f"fxfuse::{name}(").split(") -> ")
 
-        def reference(*args: Any) -> Any:
-            return op.reference(*args[:-1])
+        def reference(*args: Any) -> list[Tensor]:
+            found, there = op.reference(*args[:-1]), results(*args[:-1])
+            return [t for t, dtype in zip(found, there, strict=True) if dtype is None]
 
-        library.define(f"{kernels_name}({arguments}, str path) -> {results}", tags=TAGS)
+        def present(*args: Any) -> list[Tensor]:
+            return list(function(*args))
+
+        library.define(f"{kernels_name}({arguments}, str path) -> Tensor[]", tags=TAGS)
         library.impl(kernels_name, reference, "CompositeExplicitAutograd")
-        library.impl(kernels_name, function, "CPU")
-        library.impl(kernels_name, launch(kernels_name, function, reference), "CUDA")
+        library.impl(kernels_name, present, "CPU")
+        library.impl(kernels_name, launch(kernels_name, present, reference), "CUDA")
     return getattr(torch.ops.fxfuse, kernels_name).default
+
+
+def _candidate(operator: Any, results: Results, path: str) -> Callable[..., tuple[Tensor, ...]]:
+    names = [argument.name for argument in operator._schema.arguments]
+
+    def call(*args: Any, **named: Any) -> tuple[Tensor, ...]:
+        args = *args, *[named[n] for n in names[len(args) : -1]]
+        return placed(operator(*args, path), results(*args), args[0])
+
+    return call
 
 
 def register(name: str, path: str, refuses: Callable[..., str | None]) -> None:
     """Make a path of kernels a candidate of all grouped operators."""
-    for op, function in FUNCTIONS:
-        op.candidate(name, refuses)(functools.partial(_operator(op, function), path=path))
+    for op, function, results in PASSES:
+        op.candidate(name, refuses)(_candidate(_operator(op, function, results), results, path))
 
 
 register("triton", "portable", refusal)

@@ -26,11 +26,13 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
-    """Of one thread: the most registers that a partition uses, and bytes of stack. Of one block: bytes of shared memory."""
+    """Of one thread: the most registers that a partition uses, and bytes of stack. Of one block: bytes of shared memory, and of
+    code."""
 
     registers: int
     stack: int
     shared: int
+    code: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +91,8 @@ def needs(binary: Any) -> Needs:
     for kept, instructions in zip(parts[1::2], parts[2::2], strict=True):
         if "ATOMG" in instructions:  # it claims the tiles
             assert _registers(instructions) <= int(kept.split()[-1], 16)
-    return Needs(max(map(_registers, parts)), int(found[1]), binary.metadata.shared)
+    code = max(int(address, 16) for address in re.findall(r"/\*([0-9a-f]{4,})\*/", "".join(parts)))
+    return Needs(max(map(_registers, parts)), int(found[1]), binary.metadata.shared, code)
 
 
 def _registers(instructions: str) -> int:

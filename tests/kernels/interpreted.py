@@ -198,16 +198,18 @@ def test_block_of_kernels(layout: str, first: bool, monkeypatch: pytest.MonkeyPa
     b = torch.randn(experts, wide) if layout != "separate" else None
     weights, kind = (w, w_up, w_down, b, torch.randn(experts, hidden)), ("silu", layout, 0.8, None, first)
     args = (x, ids, p, None, *weights, *kind, True)
-    got, want = grouped_kernels.mlp(*args, "portable"), _grouped_mlp.reference(*contract.exact(args))
-    again = grouped_kernels.mlp(*args, "portable")  # with the plans of the first pass
+    passes = {op.overload: lambda *args, f=f, r=r: grouped_kernels.placed(f(*args, "portable"), r(*args), args[0])
+              for op, f, r in grouped_kernels.PASSES}  # fmt: skip
+    got, want = passes[_grouped_mlp.overload](*args), _grouped_mlp.reference(*contract.exact(args))
+    again = passes[_grouped_mlp.overload](*args)  # with the plans of the first pass
     assert all(torch.equal(g, a) for g, a in zip(got, again, strict=True))
     assert contract.error(got[0], want[0]) < 1e-6
     assert all(torch.equal(g, v) for g, v in zip(got[3:], want[3:], strict=True))
     mask = [t is not None for t in (x, p, *weights)]
     saved = (got[1], got[2] if layout == "separate" else None, *got[3:])
     args = (torch.randn_like(x), x, ids, p, *weights, *saved, *kind, mask)
-    got, want = grouped_kernels.mlp_backward(*args, "portable"), _grouped_mlp_backward.reference(*contract.exact(args))
-    again = grouped_kernels.mlp_backward(*args, "portable")
+    got, want = passes[_grouped_mlp_backward.overload](*args), _grouped_mlp_backward.reference(*contract.exact(args))
+    again = passes[_grouped_mlp_backward.overload](*args)
     assert all(torch.equal(g, a) for g, a in zip(got, again, strict=True))
     assert all(contract.error(g, v) < 1e-5 for g, v in zip(got, want, strict=True))
 

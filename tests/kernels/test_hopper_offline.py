@@ -33,7 +33,8 @@ from fxfuse.ops.grouped_experts import activate, activate_backward
 
 SOURCES = Path(launch.__file__).parent
 RECORD = Path(__file__).parent / "hopper_registers.json"
-SHARED_LIMIT, STACK_LIMIT = 227 * 1024, 32
+SHARED_LIMIT, STACK_LIMIT, CODE_LIMIT = 227 * 1024, 32, 112 * 1024
+"""Bytes; with code of 160 KiB, all of which each tile went through, ``dh`` with clamps took 1.6 times as long, with 112 not."""
 refused = launch.available(launch.CAPABILITY, triton.__version__)
 compiles = pytest.mark.skipif(refused is not None, reason=str(refused))
 
@@ -167,6 +168,7 @@ def test_configuration_compiles_without_spills(name: str) -> None:
     needs = gluon_offline.needs(binary)
     assert needs.stack <= STACK_LIMIT
     assert needs.shared <= SHARED_LIMIT
+    assert needs.code <= CODE_LIMIT
     recorded = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     of_version = recorded.setdefault(triton.__version__, {})
     if os.environ.get("FXFUSE_RECORD"):
@@ -249,14 +251,17 @@ def test_activation_and_its_backward_are_the_operators(act: str, limit: float | 
     if alpha is not None and not gate:
         pytest.skip("alpha goes with a gate")
     device = gluon_model.module("hopper_activation", SOURCES)
-    g = torch.linspace(-9, 9, 401, dtype=torch.float64).as_subclass(gluon_model.Tile)
-    u, da = g.flip(0) * 0.2, torch.cos(g)
+    edges = [0.7, -0.7, 3.5, -3.5, float("nan"), *([] if limit is None else [float("inf"), -float("inf")])]
+    g = torch.tensor([*torch.linspace(-9, 9, 401).tolist(), *edges], dtype=torch.float64).as_subclass(gluon_model.Tile)
+    u = g.flip(0) * 0.2
+    u[u.isnan()] = 0.0 if act.startswith("relu") else float("nan")  # a NaN of u reaches gradients also where a slope is zero
+    da = torch.linspace(-1, 1, len(g), dtype=torch.float64).as_subclass(gluon_model.Tile)
     u = u if gate else None
     options = (act, limit, alpha)
     plain = [None if t is None else t.as_subclass(torch.Tensor) for t in (g, u, da)]
     true = activate(*plain[:2], *options)
     dg, du = activate_backward(plain[2], plain[0], plain[1], *options)
-    tolerance = {"rtol": 1e-7, "atol": 1e-6 if act == "gelu" else 1e-7}  # the series of gelu and tanh are good to fp32
+    tolerance = {"rtol": 1e-7, "atol": 1e-6 if act == "gelu" else 1e-7, "equal_nan": True}  # two series are good to fp32
     if u is None:
         a, slope = device.activated_backward(g, *options)
         torch.testing.assert_close(device.activated(g, *options).as_subclass(torch.Tensor), true, **tolerance)

@@ -113,6 +113,7 @@ PASSES = {
     ("portable", "forward"): "count_kernel place_kernel up_kernel matmul_kernel combine_kernel",
     ("portable", "backward"): "sorted_kernel dh_kernel wgrad_kernel wgrad_kernel router_kernel matmul_kernel combine_kernel",
     ("hopper", "forward"): "count_kernel place_kernel fill mm mm combine_kernel",
+    ("hopper", "forward, wide"): "count_kernel place_kernel fill spread_kernel mm mm combine_kernel",
     ("hopper", "backward"): "fill spread_kernel dh wgrad wgrad router_kernel mm combine_kernel",
 }
 """By path and pass of a block without biases: what it launches."""
@@ -139,11 +140,12 @@ def test_a_pass_launches_these_and_nothing_else(name: str, step: str, monkeypatc
     monkeypatch.setattr(hopper_launch, "_processors", lambda _: 132)
     monkeypatch.setattr(grouped_kernels, "_functions", lambda *_: path(name))
     x, p, ids = (torch.zeros(400, n, dtype=d) for n, d in ((64, BF16), (2, BF16), (2, torch.int64)))
-    weights = (torch.zeros(4, 64, 64, dtype=BF16), None, torch.zeros(4, 64, 32, dtype=BF16), None, None)
+    inner = 2048 if step == "forward, wide" else 32
+    weights = (torch.zeros(4, 2 * inner, 64, dtype=BF16), None, torch.zeros(4, 64, inner, dtype=BF16), None, None)
     kind, pairs = ("silu", "concat", None, None, False), torch.zeros(800, dtype=torch.int64)
     saved = (torch.zeros(800, 64, dtype=BF16), None, pairs, pairs, torch.zeros(4, dtype=torch.int32))
     with Calls() as calls:
-        if step == "forward":
+        if step != "backward":
             grouped_kernels.mlp(x, ids, p, None, *weights, *kind, True, name)
         else:
             mask = [True, True, True, False, True, False, False]
