@@ -21,8 +21,8 @@ from torch import Tensor
 from .fresh import dense, fresh
 from .plans import ALIGNMENT, Operand, planned
 
-VERSIONS = ((3, 6), (3, 7))
-"""Triton from the first on, and before the second: Gluon is experimental, and a GPU has run what these make of the kernels."""
+VERSIONS = ((3, 6), (3, 8))
+"""Of Triton: Gluon is experimental, and a GPU has run what these make of the kernels."""
 CAPABILITY = (9, 0)
 MAX_EXPERTS = 4095
 """The tile list looks at all ``ends`` at once, in registers."""
@@ -56,9 +56,9 @@ def available(capability: tuple[int, int] | None, version: str) -> str | None:
     if capability != CAPABILITY:
         return f"the Hopper kernels need compute capability 9.0, this device has {capability}"
     found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-    low, high = VERSIONS
-    if not low <= found < high:
-        return f"the Hopper kernels are for Triton {low[0]}.{low[1]} to before {high[0]}.{high[1]}, this is {version}"
+    if found not in VERSIONS:
+        known = " and ".join(f"{major}.{minor}" for major, minor in VERSIONS)
+        return f"the Hopper kernels are for Triton {known}, this is {version}"
     return None
 
 
