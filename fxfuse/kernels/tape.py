@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import operator
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
@@ -78,7 +79,7 @@ class Step(NamedTuple):
 
 
 class Tape:
-    """The steps of a pass as a function of the stream, the arguments' tensors, and their addresses.
+    """The steps of a pass as a function of the stream and the arguments' tensors; None, and nothing done, if one is misaligned.
 
     ``source`` is its text: t and a with a number are a tensor and its address, c with a number is in ``constants``.
     """
@@ -92,8 +93,9 @@ class Tape:
         small = small if len(small) > 1 else []
         kept = {*results, *small}
         pointed = {n for what, *_ in steps if isinstance(what, Launched) for n in what.numbers.values()}
-        names = [f"{kind}{n}" for kind in "ta" for n in range(given)]
-        lines = [f"def play({', '.join(['stream', *names])}):"]
+        lines = [f"def play({', '.join(['stream', *[f't{n}' for n in range(given)]])}):"]
+        lines += [f"a{n} = t{n}.data_ptr()" for n in range(given)]
+        lines += [f"if ({' | '.join(f'a{n}' for n in range(given))}) % {ALIGNMENT}:", "    return None"]
         lines += self._together(small, tensors) if small else []
         for at, (what, read, made) in enumerate(steps):
             if isinstance(what, Made) and (made[0] not in {*last, *results} or made[0] in small):
@@ -104,7 +106,7 @@ class Tape:
         self.source = "\n    ".join(lines)
         space: dict[str, Any] = {f"c{i}": c for i, c in enumerate(self.constants)}
         exec(compile(self.source, "<a pass of fxfuse>", "exec"), space)
-        self.play: Pass = space["play"]
+        self.play: Callable[..., tuple[Tensor, ...] | None] = space["play"]
 
     def _together(self, numbers: Sequence[int], tensors: Sequence[Tensor]) -> list[str]:
         """One tensor for several: small ones cost the host more than memory, and only their addresses are asked for."""
@@ -192,15 +194,15 @@ class Recorder(TorchDispatchMode):
             numbers = {i: self.numbers[id(t)] for i, t in given.items()}
             self._note(Launched(direct, numbers), list(given.values()), [])
 
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options, read = kwargs or {}, _tensors((args, kwargs))
-        result = operator(*args, **options)
+        result = func(*args, **options)
         known = all(id(t) in self.numbers for t in read) and all(isinstance(t, Tensor) for t in tree_leaves(result))
-        if not known or not BY_VALUE.isdisjoint(operator.tags):
+        if not known or not BY_VALUE.isdisjoint(func.tags):
             self.fails = True
         else:
             number = lambda t: Number(self.numbers[id(t)])  # noqa: E731
-            self._note(Called(operator, *tree_map_only(Tensor, number, (args, options))), read, _tensors(result))
+            self._note(Called(func, *tree_map_only(Tensor, number, (args, options))), read, _tensors(result))
         return result
 
     def _note(self, what: Made | Launched | Called, read: Sequence[Tensor], made: Sequence[Tensor]) -> None:
@@ -245,19 +247,37 @@ class _Kept:
     attempts = 0
 
 
-class _Recent(NamedTuple):
-    """What has a tape, and whether it is that of other arguments, without their key."""
+class _Recent:
+    """What has a tape, and whether it is that of other arguments: the host's time of a pass is that of its launches and this."""
 
-    precision: str
-    described: list[Any]
-    guards: Callable[..., bool]
-    kept: _Kept
+    def __init__(self, precision: str, args: Sequence[Any], tensors: Sequence[Tensor], tape: Tape) -> None:
+        from ..compat import guards_of
+
+        self.precision, self.count, self.guards, self.play = precision, len(args), guards_of(tensors), tape.play
+        self.tensors = _picked([i for i, a in enumerate(args) if type(a) not in PLAIN])
+        self.others = _picked([i for i, a in enumerate(args) if type(a) in PLAIN])
+        self.described = tuple(a.copy() if isinstance(a, list) else a for a in self.others(args))
+        self.device = tensors[0].device.index
+        self.several = self.device is not None and torch.accelerator.device_count() > 1
+
+    def __call__(self, precision: str, args: Sequence[Any]) -> tuple[Tensor, ...] | None:
+        """What the pass gives; None if another way must be taken."""
+        if self.precision != precision or self.count != len(args) or self.others(args) != self.described:
+            return None
+        tensors = self.tensors(args)
+        if not self.guards(*tensors) or (self.several and torch.accelerator.current_device_index() != self.device):
+            return None
+        return self.play(_prepared().current_stream(self.device), *tensors)
 
 
-TENSOR = object()
-"""Stands for a tensor among arguments."""
 PLAIN = frozenset({type(None), bool, int, float, str, list})
 """Types of an operator's arguments that are no tensors; asking for them takes less time than asking for tensors."""
+
+
+def _picked(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    return lambda args: tuple(args[i] for i in places)
 
 
 def taped(function: Pass) -> Pass:
@@ -270,39 +290,16 @@ def taped(function: Pass) -> Pass:
     known = plans.bounded(lambda *key: _Kept())
     recent: Callable[[], list[_Recent]] = plans.bounded(lambda: [])
 
-    def found(args: tuple[Any, ...], tensors: list[Tensor]) -> _Kept:
-        precision, described = torch.get_float32_matmul_precision(), [a if type(a) in PLAIN else TENSOR for a in args]
-        some = recent()
-        for there in some.copy():
-            if there.described == described and there.precision == precision and there.guards(*tensors):
-                return there.kept
-        plain = [tuple(a) if isinstance(a, list) else a for a in described]
+    def noted(precision: str, args: Sequence[Any], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The long way: by key, or as it is written."""
+        plain = [tuple(a) if isinstance(a, list) else a if type(a) in PLAIN else Tensor for a in args]
         kept = known(precision, *plain, *[(t.shape, t.stride(), t.dtype, t.device) for t in tensors])
         if kept.tape is not None:
-            from ..compat import guards_of
-
-            some.insert(0, _Recent(precision, described, guards_of(tensors), kept))
+            some = recent()
+            some.insert(0, _Recent(precision, args, tensors, kept.tape))
             del some[RECENT:]
-        return kept
-
-    @functools.wraps(function)
-    def call(*args: Any) -> tuple[Tensor, ...]:
-        tensors = [a for a in args if type(a) not in PLAIN]
-        device, bits = tensors[0].device, 0
-        addresses = [t.data_ptr() for t in tensors]
-        for address in addresses:
-            bits |= address
-        if device.type not in DEVICES or bits % ALIGNMENT or _recording.now is not None:
-            return function(*args)
-        if device.index is not None and torch.accelerator.current_device_index() != device.index:
-            with torch.cuda.device(device):
-                return call(*args)
-        prepared = _prepared()
-        if prepared.hooked():
-            return function(*args)
-        kept = found(args, tensors)
-        if kept.tape is not None:
-            return kept.tape.play(prepared.current_stream(device.index), *tensors, *addresses)
+            found = kept.tape.play(_prepared().current_stream(tensors[0].device.index), *tensors)
+            return function(*args) if found is None else found
         if kept.attempts == ATTEMPTS:
             return function(*args)
         kept.attempts += 1
@@ -310,5 +307,24 @@ def taped(function: Pass) -> Pass:
             result = function(*args)
         kept.tape = notes.tape(result)
         return result
+
+    @functools.wraps(function)
+    def call(*args: Any) -> tuple[Tensor, ...]:
+        if _recording.now is not None:
+            return function(*args)
+        precision, some = torch.get_float32_matmul_precision(), recent()
+        if some and not _prepared().hooked():
+            for there in some.copy():
+                found = there(precision, args)
+                if found is not None:
+                    return found
+        tensors = [a for a in args if type(a) not in PLAIN]
+        device = tensors[0].device
+        if device.type not in DEVICES or any(t.data_ptr() % ALIGNMENT for t in tensors):
+            return function(*args)
+        if device.index is not None and torch.accelerator.current_device_index() != device.index:
+            with torch.cuda.device(device):
+                return call(*args)
+        return function(*args) if _prepared().hooked() else noted(precision, args, tensors)
 
     return call

@@ -350,13 +350,10 @@ def _operator(op: FusedOp, function: Callable[..., Any], results: Results) -> An
             found, there = op.reference(*args[:-1]), results(*args[:-1])
             return [t for t, dtype in zip(found, there, strict=True) if dtype is None]
 
-        def present(*args: Any) -> list[Tensor]:
-            return list(function(*args))
-
         library.define(f"{kernels_name}({arguments}, str path) -> Tensor[]", tags=TAGS)
         library.impl(kernels_name, reference, "CompositeExplicitAutograd")
-        library.impl(kernels_name, present, "CPU")
-        library.impl(kernels_name, launch(kernels_name, present, reference), "CUDA")
+        library.impl(kernels_name, function, "CPU")
+        library.impl(kernels_name, launch(kernels_name, function, reference), "CUDA")
     return getattr(torch.ops.fxfuse, kernels_name).default
 
 
