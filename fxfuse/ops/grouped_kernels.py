@@ -22,7 +22,7 @@ from ..kernels import hopper_launch
 from ..kernels.tape import taped
 from ..versions import software
 from .define import TAGS, FusedOp, launch, library
-from .grouped_experts import _grouped_experts, _grouped_experts_backward
+from .grouped_experts import Experts, _grouped_experts, _grouped_experts_backward
 from .grouped_mlp import _grouped_mlp, _grouped_mlp_backward, route
 from .grouped_mm import used, wide
 
@@ -130,43 +130,77 @@ def mlp_backward(
 ) -> tuple[Tensor, ...]:
     """``fxfuse::grouped_mlp_backward``."""
     kernel = _functions(path, w_gate)
-    need_x, need_p, need_gate, need_up, need_down, need_b_gate, need_b_down = mask
-    kind, dtype = (act, layout, limit, alpha), w_gate.dtype
+    need_x, need_p, need_gate, need_up, *_ = mask
+    of, dtype = Experts(w_gate, w_up, w_down, b_gate, b_down, act, layout, limit, alpha), w_gate.dtype
     tiles = kernel.tile_list(ends, order.shape[0])
     dy, lines = _as(grad, dtype), x if first else _as(x, dtype)
     wanted = need_gate or need_up or first or h is None
     dy, lines, weight, source = _sorted(kernel, path, dy, lines, wanted, p, order, inverse, ids.shape[1])
     before, after = (weight, None) if first else (None, weight)
     rows, gather = _rows(lines, source, before, dtype)
-    if h is None:
-        _, h, u = kernel.up(rows, gather, w_gate, w_up, b_gate, ends, *kind, True, tiles=tiles)
-        u = None if w_up is None else u
-    found: list[Tensor | None] = [None] * 7
-    if need_b_down:
-        found[6] = kernel.bias_gradient(dy, ends, after, source)
-    if any(mask[:6]):
-        dh, du, dp, scaled = kernel.dh(dy, source, w_down, after, h, u, ends, *kind, tiles=tiles)
-        if need_down:
-            found[4] = _weight_gradient(kernel, dy, scaled, source, None, ends, tiles, w_down)
-        if need_gate:
-            found[2] = _weight_gradient(kernel, dh, rows, None, gather, ends, tiles, w_gate)
-        if need_up and w_up is not None:
-            found[3] = _weight_gradient(kernel, du, rows, None, gather, ends, tiles, w_up)
-        if need_b_gate:
-            found[5] = kernel.bias_gradient(dh, ends, None, None)
+    found, back = _within(kernel, of, (dy, source), (rows, gather), after, (h, u), ends, tiles, mask[2:], need_x or need_p)
+    of_x = of_p = None
+    if back is not None and (need_x or need_p):
+        dh, du, dp = back
         if need_p and not first:
             assert p is not None
-            found[1] = kernel.router_gradient(dp, ids, inverse, p.dtype, b_down, grad, ends)
-        if need_x or (need_p and first):
+            of_p = kernel.router_gradient(dp, ids, inverse, p.dtype, b_down, grad, ends)
+        if need_x or first:
             drows = _rows_gradient(kernel, dh, du, w_gate, w_up, ends, tiles, False)
             if need_p and first:
                 assert p is not None
                 inside = used(ends, torch.arange(order.shape[0], device=order.device))
                 products = torch.where(inside, wide(drows) * wide(_lines(lines, source)), 0)
-                found[1] = products.sum(-1).index_select(0, inverse).view(ids.shape).to(p.dtype)
+                of_p = products.sum(-1).index_select(0, inverse).view(ids.shape).to(p.dtype)
             if need_x:
-                found[0] = kernel.combine(drows, p if first else None, None, ids, inverse, ends, x)
-    return _there(*found)
+                of_x = kernel.combine(drows, p if first else None, None, ids, inverse, ends, x)
+    return _there(of_x, of_p, *found)
+
+
+def _within(
+    kernel: ModuleType,
+    of: Experts,
+    grad: tuple[Tensor, Tensor | None],
+    rows: tuple[Tensor, Tensor | None],
+    p: Tensor | None,
+    saved: tuple[Tensor | None, Tensor | None],
+    ends: Tensor,
+    tiles: Tensor | None,
+    mask: Sequence[bool],
+    of_rows: bool,
+) -> tuple[list[Tensor | None], tuple[Tensor, Tensor, Tensor] | None]:
+    """Back through both linears of the experts, but not to their rows.
+
+    Args:
+        grad, rows: of the results and the arguments, each with which of its lines the sorted rows are.
+        p: what the results were weighted with after the second linear.
+        saved: h and u; None where they are to be computed again.
+        mask: which gradients are wanted, of w_gate, w_up, w_down, b_gate and b_down.
+        of_rows: whether those of the rows or of p are.
+
+    Returns:
+        What ``mask`` names; and if anything needs them, the gradients of h and u, and parts of p's.
+    """
+    (dy, source), (x, gather), (h, u), kind = grad, rows, saved, (of.act, of.layout, of.limit, of.alpha)
+    need_gate, need_up, need_down, need_b_gate, need_b_down = mask
+    if h is None:
+        _, h, u = kernel.up(x, gather, of.w_gate, of.w_up, of.b_gate, ends, *kind, True, tiles=tiles)
+        u = None if of.w_up is None else u
+    found: list[Tensor | None] = [None] * 5
+    if need_b_down:
+        found[4] = kernel.bias_gradient(dy, ends, p, source)
+    if not (of_rows or any(mask[:4])):
+        return found, None
+    dh, du, dp, scaled = kernel.dh(dy, source, of.w_down, p, h, u, ends, *kind, tiles=tiles)
+    if need_down:
+        found[2] = _weight_gradient(kernel, dy, scaled, source, None, ends, tiles, of.w_down)
+    if need_gate:
+        found[0] = _weight_gradient(kernel, dh, x, None, gather, ends, tiles, of.w_gate)
+    if need_up and of.w_up is not None:
+        found[1] = _weight_gradient(kernel, du, x, None, gather, ends, tiles, of.w_up)
+    if need_b_gate:
+        found[3] = kernel.bias_gradient(dh, ends, None, None)
+    return found, (dh, du, dp)
 
 
 def _there(*found: Tensor | None) -> tuple[Tensor, ...]:
@@ -272,27 +306,11 @@ def experts_backward(
 ) -> tuple[Tensor, ...]:
     """``fxfuse::grouped_experts_backward``."""
     kernel = _functions(path, w_gate)
-    need_rows, need_gate, need_up, need_down, need_b_gate, need_b_down = mask
-    kind, tiles = (act, layout, limit, alpha), kernel.tile_list(ends, rows.shape[0])
-    if h is None:
-        _, h, u = kernel.up(rows, None, w_gate, w_up, b_gate, ends, *kind, True, tiles=tiles)
-        u = None if w_up is None else u
-    found: list[Tensor | None] = [None] * 6
-    if need_b_down:
-        found[5] = kernel.bias_gradient(grad, ends, None, None)
-    if any(mask[:5]):
-        dh, du, _, a = kernel.dh(grad, None, w_down, None, h, u, ends, *kind, tiles=tiles)
-        if need_down:
-            found[3] = _weight_gradient(kernel, grad, a, None, None, ends, tiles, w_down)
-        if need_gate:
-            found[1] = _weight_gradient(kernel, dh, rows, None, None, ends, tiles, w_gate)
-        if need_up and w_up is not None:
-            found[2] = _weight_gradient(kernel, du, rows, None, None, ends, tiles, w_up)
-        if need_b_gate:
-            found[4] = kernel.bias_gradient(dh, ends, None, None)
-        if need_rows:
-            found[0] = _rows_gradient(kernel, dh, du, w_gate, w_up, ends, tiles, True)
-    return _there(*found)
+    of, tiles = Experts(w_gate, w_up, w_down, b_gate, b_down, act, layout, limit, alpha), kernel.tile_list(ends, rows.shape[0])
+    found, back = _within(kernel, of, (grad, None), (rows, None), None, (h, u), ends, tiles, mask[1:], mask[0])
+    if back is None or not mask[0]:
+        return _there(*found)
+    return _there(_rows_gradient(kernel, *back[:2], w_gate, w_up, ends, tiles, True), *found)
 
 
 def _functions(path: str, like: Tensor) -> ModuleType:
