@@ -36,7 +36,7 @@ def arguments(block: Block) -> dict[str, Any]:
     return {"x": x, "ids": ids, "p": p, "ends": None, **weights, **kind, "first": block.weights_first, "save": True}
 
 
-def backward_arguments(forward: dict[str, Any], saved: tuple[Tensor, ...], save: bool) -> dict[str, Any]:
+def backward_arguments(forward: dict[str, Any], saved: tuple[Tensor | None, ...], save: bool) -> dict[str, Any]:
     """Of ``fxfuse::grouped_mlp_backward``, everything trains."""
     h, u, order, inverse, ends = saved
     there = [forward[n] is not None for n in ("x", "p", "w_gate", "w_up", "w_down", "b_gate", "b_down")]
@@ -187,6 +187,41 @@ def test_the_operators_say_what_they_return(fields: dict[str, Any], save: bool) 
         operator = getattr(torch.ops.fxfuse, f"{name}_kernels").default
         args = [named[a.name] for a in operator._schema.arguments[:-1]]
         torch.library.opcheck(operator, (*args, "portable"), test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.inductor
+def test_the_operators_in_a_graph_of_inductors() -> None:
+    """They return as many tensors as there are results that somebody asked for."""
+    forward = arguments(Block(dtype=torch.float32))
+    function, back = candidate("grouped_mlp")[0], candidate("grouped_mlp_backward")[0]
+    names = list(backward_arguments(forward, (None,) * 5, True))
+    there = [forward[n] is not None for n in ("x", "p", "w_gate", "w_up", "w_down", "b_gate", "b_down")]
+
+    def training(**named: Any) -> tuple[Tensor, ...]:
+        out, h, _, order, inverse, ends = function(**named)
+        saved = {"h": h, "u": None, "order": order, "inverse": inverse, "ends": ends, "mask": there}
+        more = {**named, **saved, "grad": out.detach().cos()}
+        gradients = back(**{n: more[n] for n in names})
+        return (out, *[t for t, wanted in zip(gradients, there, strict=True) if wanted])
+
+    def inference(**named: Any) -> Tensor:
+        return function(**{**named, "save": False})[0]
+
+    for graph in (training, inference):
+        got = torch.compile(graph, backend="inductor", fullgraph=True)(**forward)
+        torch.testing.assert_close(got, graph(**forward))
+
+
+@pytest.mark.parametrize("inner", [2047, 2048])
+def test_rows_before_a_wide_first_linear(inner: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are gathered once where that is faster, and the results are those of the reference."""
+    forward, spread = arguments(Block(inner=inner)), []
+    real = reference.spread
+    monkeypatch.setattr(reference, "spread", lambda *args: spread.append(args) or real(*args))
+    function, exact = candidate("grouped_mlp", "hopper")
+    want = exact(**forward)
+    assert_same(function(**forward), want, int(want[5][-1]), skipped=(1, 2))
+    assert len(spread) == (inner == 2048)
 
 
 def test_every_path_has_every_function() -> None:
