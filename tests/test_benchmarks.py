@@ -72,17 +72,19 @@ def kernels(moe: ModuleType, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return moe_kernels
 
 
-def test_kernels_on_a_cpu(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("block", ["tiny", "tiny OSS"])
+def test_kernels_on_a_cpu(block: str, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["moe_kernels.py"])
-    kernels.main(["--blocks", "tiny", "--tokens", "33", "--rounds", "1"])
+    kernels.main(["--blocks", block, "--tokens", "33", "--rounds", "1"])
     rows = json.loads((tmp_path / "kernels_cpu.json").read_text())["rows"]
-    assert [r["kernel"] for r in rows] == list(kernels.costs(kernels.Operands(kernels.BLOCKS["tiny"], 33, "cpu")))
+    assert [r["kernel"] for r in rows] == list(kernels.costs(kernels.Operands(kernels.BLOCKS[block], 33, "cpu")))
     assert all(r["ms"] != "WRONG" and r["by"] == "twin" and float(r["error"]) < kernels.RIGHT for r in rows)
 
 
-def test_kernels_vendor_computes_the_same_products(kernels: ModuleType) -> None:
-    operands = kernels.Operands(kernels.BLOCKS["tiny"], 33, "cpu")
+@pytest.mark.parametrize("block", ["tiny", "tiny OSS"])
+def test_kernels_vendor_computes_the_same_products(block: str, kernels: ModuleType) -> None:
+    operands = kernels.Operands(kernels.BLOCKS[block], 33, "cpu")
     exact = kernels.functions(kernels.reference, kernels.in_fp64(operands))
     for name, call in kernels.vendor(operands).items():
         if name in kernels.MORE:

@@ -166,7 +166,7 @@ def dh_use(
                 s, phase = step(s, phase, S)
                 part = rest
                 column += 2 * C
-            i = row + gl.arange(0, 64, layout=gl.SliceLayout(1, halves(part)[0].type.layout))
+            i = row + gl.arange(0, 64, layout=sums.type.layout)
             gl.store(partial + i.to(gl.int64) * across + n, sums, mask=i < end)
             give_back(empty, s, S, 0)
         else:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .define import FusedOp
-from .grouped_kernels import PASSES, Results, hopper_refusal, placed, refusal, routed
+from .grouped_kernels import PASSES, Results, hopper_refusal, refusal, routed, whole
 
 ROWS = 16
 
@@ -27,7 +27,7 @@ def _register(op: FusedOp, function: Callable[..., Any], results: Results) -> No
 
     def call(*args: Any) -> Any:
         path = path_for(dict(zip(names, args, strict=True)))
-        return op.reference(*args) if path is None else placed(function(*args, path), results(*args), args[0])
+        return op.reference(*args) if path is None else whole(function, results, args, path)
 
     op.eager.append(call)
 

@@ -339,10 +339,10 @@ def _gradients(grad: Tensor, *rest: Any) -> list[torch.dtype | None]:
     return [None if wanted else grad.dtype for wanted in rest[-1]]
 
 
-def placed(found: Sequence[Tensor], results: list[torch.dtype | None], like: Tensor) -> tuple[Tensor, ...]:
-    """What was found in its places among an operator's results, and empty tensors in the others."""
-    there = iter(found)
-    return tuple(next(there) if dtype is None else like.new_empty(0, dtype=dtype) for dtype in results)
+def whole(function: Callable[..., Sequence[Tensor]], results: Results, args: Sequence[Any], path: str) -> tuple[Tensor, ...]:
+    """All results of an operator of these arguments: those of a pass, and empty tensors in the places of others."""
+    there = iter(function(*args, path))
+    return tuple(next(there) if dtype is None else args[0].new_empty(0, dtype=dtype) for dtype in results(*args))
 
 
 PASSES: tuple[tuple[FusedOp, Callable[..., Any], Results], ...] = (
@@ -379,8 +379,7 @@ def _candidate(operator: Any, results: Results, path: str) -> Callable[..., tupl
     names = [argument.name for argument in operator._schema.arguments]
 
     def call(*args: Any, **named: Any) -> tuple[Tensor, ...]:
-        args = *args, *[named[n] for n in names[len(args) : -1]]
-        return placed(operator(*args, path), results(*args), args[0])
+        return whole(operator, results, [*args, *[named[n] for n in names[len(args) : -1]]], path)
 
     return call
 

@@ -198,7 +198,7 @@ def test_block_of_kernels(layout: str, first: bool, monkeypatch: pytest.MonkeyPa
     b = torch.randn(experts, wide) if layout != "separate" else None
     weights, kind = (w, w_up, w_down, b, torch.randn(experts, hidden)), ("silu", layout, 0.8, None, first)
     args = (x, ids, p, None, *weights, *kind, True)
-    passes = {op.overload: lambda *args, f=f, r=r: grouped_kernels.placed(f(*args, "portable"), r(*args), args[0])
+    passes = {op.overload: lambda *args, f=f, r=r: grouped_kernels.whole(f, r, args, "portable")
               for op, f, r in grouped_kernels.PASSES}  # fmt: skip
     got, want = passes[_grouped_mlp.overload](*args), _grouped_mlp.reference(*contract.exact(args))
     again = passes[_grouped_mlp.overload](*args)  # with the plans of the first pass
